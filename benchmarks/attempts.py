@@ -4,20 +4,22 @@ Memory is the highest that NVML shows in use on the device, of all processes, le
 host is the system's, taken the same way.
 """
 
+import argparse
 import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 import psutil
-from common import HAS_GPU
+from common import HAS_GPU, environment, say
 
 WARMUP_STEPS = 2
 OUT_OF_MEMORY = "out of memory"
@@ -115,15 +117,26 @@ def run_ours(algorithm: str, exemplar: Path, run_dir: Path, overrides: Sequence[
     }
 
 
-def measure_attempt(name: str, attempt: Ours | Theirs, command: Sequence[str], inner: Path) -> dict[str, Any]:
-    """What `command` writes to `inner`, or how it ended without; with the highest memory while it ran."""
-    with HighestMemory() as memory, subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        last = ""
-        for line in process.stderr:
-            sys.stderr.write(line)
-            last = (last + line)[-20_000:]
-    found = json.loads(inner.read_text()) if inner.exists() else None
+def measure_attempt(
+    script: str, name: str, attempt: Ours | Theirs, model: Path, options: argparse.Namespace, keys: Sequence[str]
+) -> dict[str, Any]:
+    """What `script` says of one attempt, in a process of its own that gets `keys` of the options, or how it ended
+    without; with the highest memory while it ran."""
+    with tempfile.TemporaryDirectory() as folder:
+        own, inner = Path(folder) / "model", Path(folder) / "attempt.json"
+        own.symlink_to(model.resolve())
+        command = [sys.executable, script, "--out", str(options.out), "--attempt", name, "--model", str(own)]
+        command += ["--inner", str(inner)]
+        for key in keys:
+            command += [f"--{key.replace('_', '-')}", str(getattr(options, key))]
+        command += ["--set", *options.set] if options.set else []
+        with HighestMemory() as memory, subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            last = ""
+            for line in process.stderr:
+                sys.stderr.write(line)
+                last = (last + line)[-20_000:]
+        found = json.loads(inner.read_text()) if inner.exists() else None
     side = "ours" if isinstance(attempt, Ours) else "trl"
     about = {"name": name, "side": side, "memory": memory.bytes(), "error": None}
     if found:
@@ -131,6 +144,29 @@ def measure_attempt(name: str, attempt: Ours | Theirs, command: Sequence[str], i
     told = [line for line in last.splitlines() if line.strip()] or ["nothing was said"]
     error = OUT_OF_MEMORY if "out of memory" in last.lower() else told[-1][:300]
     return {**about, "error": error, "exit_code": process.returncode}
+
+
+def measure_attempts(
+    options: argparse.Namespace,
+    path: Path,
+    result: dict[str, Any],
+    write_model: Callable[[Path], None],
+    measure: Callable[[str, Path], dict[str, Any]],
+) -> None:
+    """Each attempt that the options name, one after another; the result is written after each."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    result["attempts"] = []
+    with tempfile.TemporaryDirectory() as folder:
+        model = options.model or Path(folder) / "model"
+        if not model.exists():
+            say("writing a model")
+            write_model(model)
+        for name in options.attempt:
+            say(f"attempt: {name}")
+            result["attempts"].append(measure(name, model))
+            result |= environment()  # after the first: to ask for the device takes some of its memory
+            say(line_of(result["attempts"][-1]))
+            path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def line_of(attempt: dict[str, Any]) -> str:

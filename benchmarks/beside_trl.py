@@ -21,17 +21,17 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpo_step
-from attempts import WARMUP_STEPS, Ours, Theirs, line_of, measure_attempt, wait_for_device
-from common import HAS_GPU, environment, say
+from attempts import WARMUP_STEPS, Ours, Theirs, measure_attempt, measure_attempts, wait_for_device
+from common import HAS_GPU
 from grpo_step import EXEMPLAR, LONGEST_PROMPT, NUM_PROMPTS, NUM_REQUESTS, NUM_STEPS, STEP_TOKENS
 
 from nemo_rl_offload.config.loader import load_config
@@ -257,16 +257,9 @@ def measure_theirs(attempt: Theirs, model: Path, options: argparse.Namespace) ->
 
 
 def measure(name: str, model: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """One attempt, in a process of its own, with the highest memory of all processes."""
-    with tempfile.TemporaryDirectory() as folder:
-        own, inner = Path(folder) / "model", Path(folder) / "attempt.json"
-        own.symlink_to(model.resolve())
-        command = [sys.executable, __file__, "--out", str(options.out), "--attempt", name, "--model", str(own)]
-        command += ["--inner", str(inner)]
-        for key in ("share", "kl_weight", "prompts", "responses", "response_tokens", "steps"):
-            command += [f"--{key.replace('_', '-')}", str(getattr(options, key))]
-        command += ["--set", *options.set] if options.set else []
-        return measure_attempt(name, ATTEMPTS[name], command, inner)
+    """One attempt, in a process of its own."""
+    keys = ("share", "kl_weight", "prompts", "responses", "response_tokens", "steps")
+    return measure_attempt(__file__, name, ATTEMPTS[name], model, options, keys)
 
 
 def main() -> int:
@@ -290,22 +283,13 @@ def main() -> int:
         ways: Any = measure_ours if isinstance(attempt, Ours) else measure_theirs
         options.inner.write_text(json.dumps(ways(attempt, options.model, options)))
         return 0
-    options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"beside_trl_{options.name or options.shape}.json"
     sizes = {key: getattr(options, key) for key in ("prompts", "responses", "response_tokens")}
-    result: dict[str, Any] = {"experiment": "beside_trl", "shape": options.shape, **sizes, "attempts": []}
-    with tempfile.TemporaryDirectory() as folder:
-        model = options.model or Path(folder) / "model"
-        if not model.exists():
-            say("writing a model")
-            positions = max(grpo_step.SHAPE["max_position_embeddings"], LONGEST_PROMPT + options.response_tokens)
-            grpo_step.write_model(model, {**SHAPES[options.shape], "max_position_embeddings": positions})
-        for name in options.attempt:
-            say(f"attempt: {name}")
-            result["attempts"].append(measure(name, model, options))
-            result |= environment()  # after the first: to ask for the device takes some of its memory
-            say(line_of(result["attempts"][-1]))
-            path.write_text(json.dumps(result, indent=1) + "\n")
+    result: dict[str, Any] = {"experiment": "beside_trl", "shape": options.shape, **sizes}
+    positions = max(grpo_step.SHAPE["max_position_embeddings"], LONGEST_PROMPT + options.response_tokens)
+    changes = {**SHAPES[options.shape], "max_position_embeddings": positions}
+    write_model = partial(grpo_step.write_model, changes=changes)
+    measure_attempts(options, path, result, write_model, partial(measure, options=options))
     return 0
 
 

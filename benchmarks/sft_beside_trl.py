@@ -19,16 +19,16 @@ import random
 import statistics
 import string
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpo_step
-from attempts import WARMUP_STEPS, Ours, Theirs, line_of, measure_attempt, run_ours, wait_for_device
+from attempts import WARMUP_STEPS, Ours, Theirs, measure_attempt, measure_attempts, run_ours, wait_for_device
 from beside_trl import SHAPES
-from common import HAS_GPU, environment, say
+from common import HAS_GPU
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT
 
@@ -184,13 +184,7 @@ def measure_theirs(attempt: Theirs, model: Path, options: argparse.Namespace) ->
 
 def measure(name: str, model: Path, options: argparse.Namespace) -> dict[str, Any]:
     """One attempt, in a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        own, inner = Path(folder) / "model", Path(folder) / "attempt.json"
-        own.symlink_to(model.resolve())
-        command = [sys.executable, __file__, "--out", str(options.out), "--attempt", name, "--model", str(own)]
-        command += ["--inner", str(inner), "--tokens", str(options.tokens), "--steps", str(options.steps)]
-        command += ["--set", *options.set] if options.set else []
-        return measure_attempt(name, ATTEMPTS[name], command, inner)
+    return measure_attempt(__file__, name, ATTEMPTS[name], model, options, ("tokens", "steps"))
 
 
 def main() -> int:
@@ -210,21 +204,11 @@ def main() -> int:
         ways: Any = measure_ours if isinstance(attempt, Ours) else measure_theirs
         options.inner.write_text(json.dumps(ways(attempt, options.model, options)))
         return 0
-    options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"sft_beside_trl_{options.name or options.shape}.json"
-    result: dict[str, Any] = {"experiment": "sft_beside_trl", "shape": options.shape, "attempts": []}
-    result |= {"sequences": NUM_SEQUENCES, "tokens": options.tokens, "pack_tokens": PACK_TOKENS}
-    with tempfile.TemporaryDirectory() as folder:
-        model = options.model or Path(folder) / "model"
-        if not model.exists():
-            say("writing a model")
-            grpo_step.write_model(model, SHAPES[options.shape])
-        for name in options.attempt:
-            say(f"attempt: {name}")
-            result["attempts"].append(measure(name, model, options))
-            result |= environment()  # after the first: to ask for the device takes some of its memory
-            say(line_of(result["attempts"][-1]))
-            path.write_text(json.dumps(result, indent=1) + "\n")
+    sizes = {"sequences": NUM_SEQUENCES, "tokens": options.tokens, "pack_tokens": PACK_TOKENS}
+    result: dict[str, Any] = {"experiment": "sft_beside_trl", "shape": options.shape, **sizes}
+    write_model = partial(grpo_step.write_model, changes=SHAPES[options.shape])
+    measure_attempts(options, path, result, write_model, partial(measure, options=options))
     return 0
 
 
