@@ -65,9 +65,10 @@ def host_problems(config: MasterConfig, here: Here | None = None) -> Iterator[st
     budget_bytes, told = _budget(config, budget, here)
     if sum(needed.values()) > budget_bytes:
         parts = " and ".join(f"{what} ({human_bytes(size)})" for what, size in needed.items())
-        other = "or divide the model over more ranks"
+        over = "ranks" if isinstance(budget, str) else "machines"  # a share is divided as the state is
+        other = f"or divide the model over more {over}"
         if is_kept:
-            other = "lower optimizer.optimizer_offload_fraction, or divide the state over more ranks"
+            other = f"lower optimizer.optimizer_offload_fraction, or divide the state over more {over}"
             if not optimizer["use_distributed_optimizer"] and (here is None or here.num_workers > 1):
                 other = "lower optimizer.optimizer_offload_fraction, or set optimizer.use_distributed_optimizer=true"
         if _SENT in needed:

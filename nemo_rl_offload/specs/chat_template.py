@@ -114,8 +114,8 @@ def plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
 def textual_call(call: Mapping[str, Any]) -> dict[str, Any]:
     """The same with its arguments as JSON's text, for templates that join them to text. Raises TypeError and ValueError
     for what JSON does not have."""
-    arguments = call["function"].get("arguments")
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+    arguments = call["function"].get("arguments") or {}
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return with_arguments(call, text)
 
 

@@ -316,6 +316,14 @@ def test_arguments_that_are_values_are_learned_as_json_too(way: str, given: dict
     assert turns[-1]["tool_calls"] == [called(given)], "the record's own"
 
 
+@pytest.mark.parametrize("way", ["| tojson", "", "+ ''", "| string"])
+@pytest.mark.parametrize("given", ["", None])
+def test_no_arguments_are_an_empty_object(way: str, given: object, make: Make) -> None:
+    turns: Any = [*talk("q"), {"role": "assistant", "content": "", "tool_calls": [called(given)]}]
+    style = Style(WITH_CALLS.replace("ARGUMENTS", f"{{{{ t.function.arguments {way} }}}}"), "</s>", "")
+    assert counted(make, style, turns)[1] == "<call>f {}</call></s>"
+
+
 @pytest.mark.parametrize("way", ["| tojson", "", "| string"])
 @pytest.mark.parametrize("given", [["a", "b"], True, '["a", "b"]', "true", "5", {"it's": 1}, {"a": {"b": "c"}}])
 def test_arguments_of_other_kinds_are_json_too(way: str, given: object, make: Make) -> None:

@@ -120,6 +120,7 @@ def test_a_share_is_of_this_machines_free_memory_where_all_workers_are_here(
     (problem,) = host_problems(config, Here(num_workers, int(least_bytes * 0.99)))
     assert "(0.25 of the free " in problem
     assert "for all ranks) a rank has no room for what optimizer_cpu_offload keeps there" in problem
+    assert "more ranks" not in problem
     given: Any = load_config(FILE, [*ours, *overrides, f"{M}.activation_offload.host_memory_budget=1GiB"])
     assert list(host_problems(given, Here(num_workers, 1))) == [], "a size is a size"
 
