@@ -35,8 +35,9 @@ import torch
 from torch import Tensor, nn
 
 if __name__ == "__main__":
-    sys.path += [str(Path(__file__).parents[1] / "unit" / "offload"), str(Path(__file__).parents[2])]
+    sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("unit/offload", "functional", "..")]
 
+from patience import PATIENCE_S
 from simulated_backend import SimulatedBackend
 
 from nemo_rl_offload.adapters.torch_modules import offload_activations
@@ -290,7 +291,7 @@ def is_free(lock: Any) -> bool:
     got = []
 
     def take() -> None:
-        if lock.acquire(timeout=2):
+        if lock.acquire(timeout=PATIENCE_S):
             got.append(True)
             lock.release()
 

@@ -18,6 +18,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "functional"))
 
+from patience import PATIENCE_S
 from test_grpo_run import start_run, wait_for, wait_until_gone
 
 NAMES = ("gcs_server", "raylet")
@@ -42,7 +43,7 @@ def faults_of(run_dir: Path, first: str, second: str, after_s: float) -> list[st
         (daemon,) = (child for child in psutil.Process(process.pid).children() if name in child.name())
         os.kill(daemon.pid, signal.SIGKILL)
         killed_s = time.monotonic()
-    _, errors = process.communicate(timeout=240)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     took_s = time.monotonic() - killed_s
     wait_until_gone(str(run_dir))
     said = f"Ray's process {second} (pid {daemon.pid}), which all workers depend on, was killed by signal 9."
@@ -71,7 +72,7 @@ def faults_of_start(run_dir: Path, name: str, after_s: float) -> list[str]:
     time.sleep(after_s)
     os.kill(daemons[0], signal.SIGKILL)
     killed_s = time.monotonic()
-    _, errors = process.communicate(timeout=240)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     took_s = time.monotonic() - killed_s
     wait_until_gone(str(run_dir))
     if "Loading the model on 1 cpu worker(s)" in errors:

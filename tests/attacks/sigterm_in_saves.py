@@ -16,8 +16,11 @@ import tempfile
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "functional"))
+
 from kill_runs import start
-from test_grpo_run import TIMEOUT_S, leftovers, wait_for, wait_until_gone
+from patience import PATIENCE_S
+from test_grpo_run import leftovers, wait_for, wait_until_gone
 
 from nemo_rl_offload.runs.manifest import check_contents
 from nemo_rl_offload.runs.run_directory import CHECKPOINTS, POLICY, read_checkpoint, steps_in
@@ -49,7 +52,7 @@ def end_runs_in_saves(run_dir: Path, num_cases: int, rng: random.Random) -> list
         if twice:
             time.sleep(rng.uniform(0, 0.1))
             send(process.pid, signal.SIGTERM)
-        _, errors = process.communicate(timeout=TIMEOUT_S)
+        _, errors = process.communicate(timeout=PATIENCE_S)
         said = re.escape(f"Interrupted. The same command goes on from the last checkpoint, {run_dir}/checkpoints/step_")
         is_said = re.search(said + r"\d+\.\n$", errors) is not None
         if process.returncode != 130 or not is_said or "Traceback" in errors:
@@ -57,7 +60,7 @@ def end_runs_in_saves(run_dir: Path, num_cases: int, rng: random.Random) -> list
         if newest and f"Resuming from {run_dir / CHECKPOINTS / f'step_{newest}'} " not in errors:
             wrong.append(f"{case}: did not go on from step {newest}: {errors[-2000:]}")
         try:
-            wait_until_gone(str(run_dir), timeout_s=60)
+            wait_until_gone(str(run_dir))
         except AssertionError:
             wrong.append(f"{case}: left processes: {leftovers(str(run_dir))}")
         newest = max(_steps(run_dir))

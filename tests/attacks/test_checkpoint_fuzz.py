@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT
 
@@ -21,7 +22,7 @@ def test_a_changed_checkpoint_is_refused_or_is_what_was_saved() -> None:
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(PROJECT_ROOT), "OMP_NUM_THREADS": "1"},
-        timeout=300,
+        timeout=PATIENCE_S,
         check=False,
     )
     summary = done.stdout.splitlines()[-1]

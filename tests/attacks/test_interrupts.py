@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT
 
@@ -28,7 +29,7 @@ def test_nothing_is_left_behind_by_an_interrupt(model: str, cases: int) -> None:
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(PROJECT_ROOT), "OMP_NUM_THREADS": "1"},
-        timeout=300,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

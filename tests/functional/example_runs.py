@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from patience import PATIENCE_S
+
 from nemo_rl_offload.config.loader import PROJECT_ROOT
 
 
@@ -21,7 +23,7 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
         text=True,
         cwd=PROJECT_ROOT,
         env={**os.environ, "PYTHONPATH": python_path(PROJECT_ROOT), "OMP_NUM_THREADS": "1"},
-        timeout=400,
+        timeout=PATIENCE_S,
         check=False,
     )
 

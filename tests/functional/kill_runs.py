@@ -48,7 +48,7 @@ def start(run_dir: Path, num_steps: int, *overrides: str) -> "subprocess.Popen[s
             time.sleep(0.2)
         _, errors = process.communicate()
         assert "timed out during startup" in errors, errors
-        wait_until_gone(str(run_dir), timeout_s=60)
+        wait_until_gone(str(run_dir))
     raise AssertionError("Ray does not start")
 
 
@@ -73,7 +73,7 @@ def kill_workers(run_dir: Path, num_steps: int, num_kills: int, rng: random.Rand
     resumed = [int(step or 0) for step in re.findall(LOADED, errors)]
     for kill, step in zip(kills, resumed[1:], strict=True):
         kill["resumed_from"] = step
-    wait_until_gone(str(run_dir), timeout_s=60)
+    wait_until_gone(str(run_dir))
     return kills
 
 
@@ -91,7 +91,7 @@ def kill_drivers(run_dir: Path, num_steps: int, num_kills: int, rng: random.Rand
         outputs.append(process.communicate()[1])
         partial = [path.name for path in run_dir.glob("checkpoints/.*")]
         kills.append({"killed": "driver", "saved": _last_saved(run_dir), "unfinished": partial})
-        wait_until_gone(str(run_dir), timeout_s=180)  # Ray's agents try for 60 s to report it
+        wait_until_gone(str(run_dir))  # Ray's agents try for 60 s to report it
     outputs.append(_finish(start(run_dir, num_steps)))
     for kill, output in zip(kills, outputs[1:], strict=True):
         kill["resumed_from"] = _resumed_from(output)[0]

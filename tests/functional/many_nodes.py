@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import psutil
+from patience import eventually
 from test_grpo_run import SMALL
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT
@@ -138,11 +139,8 @@ def steps(run_dir: Path) -> list[list[float]]:
 
 def wait_for(path: Path, process: "subprocess.Popen[str]") -> None:
     """Wait until a run has written something."""
-    begin = time.monotonic()
-    while not path.exists():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() - begin < RUN_S, path
-        time.sleep(0.1)
+    assert eventually(lambda: path.exists() or process.poll() is not None), path
+    assert process.poll() is None, process.communicate()[0]
 
 
 def on_several_nodes(nodes: Nodes, folder: Path) -> dict[str, Any]:

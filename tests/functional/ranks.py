@@ -13,11 +13,11 @@ from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-TIMEOUT_S = 240
 CHOICES_OF_ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 """Where Megatron-Core keeps Transformer Engine's kernel, and refuses that of a later model."""
 
@@ -54,7 +54,7 @@ class Ranks:
             pipe.send((function, args, how))
         results = []
         for rank, pipe in enumerate(self._pipes):
-            assert pipe.poll(TIMEOUT_S), f"rank {rank} hangs in {function}{args}"
+            assert pipe.poll(PATIENCE_S), f"rank {rank} hangs in {function}{args}"
             try:
                 is_done, result = pipe.recv()
             except EOFError:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterator
 import psutil
 import pytest
 from cpu_processes import cpu_cluster, without_gpus
+from patience import eventually, is_running
 from ray.cluster_utils import Cluster
 
 from nemo_rl_offload.cluster import head
@@ -106,11 +107,6 @@ def cluster() -> Iterator[VirtualCluster]:
         yield cluster
 
 
-def eventually_gone(pids: list[int], timeout_s: float = 10.0) -> bool:
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout_s)
-    return not alive
-
-
 @pytest.mark.slow
 def test_what_ranks_tell_on_the_way_comes_in_order(cluster: VirtualCluster) -> None:
     group = WorkerGroup(cluster, TellingWorker)
@@ -129,10 +125,8 @@ def test_what_ranks_tell_on_the_way_comes_in_order(cluster: VirtualCluster) -> N
 def test_a_rank_that_fails_on_the_way_ends_the_others(cluster: VirtualCluster, end: str, message: str) -> None:
     group = WorkerGroup(cluster, TellingWorker)
     told: list[int] = []
-    start_s = time.monotonic()
     with pytest.raises(WorkerError, match=message):
         group.run_streamed(TellingWorker.work, [(1, "hang"), (2, end)], lambda rank, _: told.append(rank))
-    assert time.monotonic() - start_s < 60
     assert end == "die" or sorted(told) == [0, 1, 1], "the dead may not have sent it"
 
 
@@ -162,7 +156,7 @@ def test_a_rank_that_says_nothing_for_too_long_ends_the_others(
     pids = group.run_all(StoppingWorker.pid)
     with pytest.raises(WorkerError, match=r"engine 1 of 2 .*said nothing for 2 s, and is taken to hang\. Its log: /"):
         call(group, how)
-    assert eventually_gone(pids)
+    assert eventually(lambda: not any(map(is_running, pids)))
 
 
 @pytest.mark.slow
@@ -189,19 +183,17 @@ def test_collective_then_exception_of_one_rank(cluster: VirtualCluster) -> None:
     where = f"rank 1 of 2 ({cluster.layout.nodes[0].address}, pid {pids[1]})"
     assert str(caught.value) == f"{where}: UnpicklableError: first line\nsecond line"
     assert "in fail" in vars(caught.value)["details"]
-    assert eventually_gone(pids)
+    assert eventually(lambda: not any(map(is_running, pids)))
 
 
-def test_killed_rank_is_one_error_within_seconds(cluster: VirtualCluster) -> None:
+def test_killed_rank_is_one_error(cluster: VirtualCluster) -> None:
     group = WorkerGroup(cluster, HangingWorker)
     pids = group.run_all(HangingWorker.pid)
-    start = time.monotonic()
     with pytest.raises(WorkerError, match=rf"^rank 0 of 2 \(.*, pid {pids[0]}\): the process died\. ") as caught:
         group.run_all(HangingWorker.die, rank=0)
-    assert time.monotonic() - start < 10
     assert f"-{pids[0]}.err" in str(caught.value)
     print(caught.value)
-    assert eventually_gone(pids)
+    assert eventually(lambda: not any(map(is_running, pids)))
 
 
 def test_too_few_nodes(cluster: VirtualCluster) -> None:
@@ -215,7 +207,7 @@ def test_shutdown_leaves_no_process(cluster: VirtualCluster) -> None:
     children = [each.pid for each in processes if re.search(r"ray::|/ray/", " ".join(each.cmdline()))]
     assert children
     cluster.shutdown()
-    assert eventually_gone(children)
+    assert eventually(lambda: not any(map(is_running, children)))
 
 
 @pytest.mark.sampled

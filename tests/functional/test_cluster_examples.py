@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 from cpu_processes import cpu_environment
+from patience import PATIENCE_S, eventually
 from test_grpo_run import SMALL, wait_until_gone
 
 from nemo_rl_offload.cli.parser import build_parser
@@ -72,7 +72,7 @@ def test_a_submitted_job(tmp_path: Path, ray_folder: str) -> None:
         wait_for_port(ports["dashboard-agent-listen-port"], head)  # who takes jobs starts last
         run_dir = tmp_path / "run"
         command = [CLUSTER / "ray_job_submit.sh", "grpo", "--run-dir", run_dir, *SMALL, "cluster.gpus_per_node=1"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         assert json.loads((run_dir / "summary.json").read_text())["steps"] == 4
         assert "succeeded" in done.stdout + done.stderr
@@ -81,26 +81,24 @@ def test_a_submitted_job(tmp_path: Path, ray_folder: str) -> None:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=PATIENCE_S,
             check=False,
         )
         assert refused.returncode != 0
         assert "The Ray cluster is too small for cluster.num_nodes=2" in refused.stdout + refused.stderr
     finally:
         head.send_signal(signal.SIGTERM)
-        head.wait(60)
-    wait_until_gone(str(tmp_path), timeout_s=30)
+        head.wait(PATIENCE_S)
+    wait_until_gone(str(tmp_path))
 
 
 def wait_for_port(port: int, process: subprocess.Popen[Any]) -> None:
-    end_s = time.monotonic() + 120
-    while time.monotonic() < end_s:
+    def answers() -> bool:
         assert process.poll() is None
         with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.2)
-    raise AssertionError(f"nothing listens on port {port}")
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    assert eventually(answers), f"nothing listens on port {port}"
 
 
 @pytest.mark.parametrize("script", ["ray_job_submit.sh", "ray.sub"])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from cpu_processes import cpu_environment
+from patience import PATIENCE_S
 
 SMALL = ("grpo.max_val_samples=24", "grpo.val_batch_size=10", "cluster.gpus_per_node=1")
 pytestmark = pytest.mark.slow
@@ -22,7 +23,7 @@ def command(folder: Path, *words: str) -> dict[str, Any]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)  # type: ignore[no-any-return]

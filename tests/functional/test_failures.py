@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import psutil
 import pytest
 from cpu_processes import cpu_cluster
 from example_runs import run_python
+from patience import PATIENCE_S
 from test_grpo_run import SMALL, start_run, wait_for, wait_until_gone
 
 from nemo_rl_offload.cli.command_line import main
@@ -134,10 +134,8 @@ def test_a_killed_worker(tmp_path: Path) -> None:
     wait_for((run_dir / "checkpoints" / "step_2").exists, process)
     ranks = [child for child in psutil.Process(process.pid).children(recursive=True) if is_rank(child)]
     assert len(ranks) == 1
-    start_s = time.monotonic()
     os.kill(ranks[0].pid, signal.SIGKILL)
-    output, errors = process.communicate(timeout=60)
-    assert time.monotonic() - start_s < 30
+    output, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 2
     (problem,) = json.loads(output)["problems"]
     assert problem["message"].startswith("rank 0 of 1 (")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from models import MICRO_BATCH_SIZE, make_batch, make_policy, offload, same_tensors, weights_of
+from patience import PATIENCE_S
 from torch import Tensor, nn
 
 from nemo_rl_offload.adapters.megatron_core.interface import exclude_parameters, use_engine
@@ -298,7 +299,7 @@ def test_a_recipe_of_other_gpus_is_refused(any_device_process_group: None, model
 def test_an_engine_quantizes_what_an_update_brings(family: str) -> None:
     """The weights with which it was built make it what it was then, bit for bit, and others something else."""
     command = [sys.executable, str(HERE / "vllm_fp8_cuda.py"), family]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     print(found)

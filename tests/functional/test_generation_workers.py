@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from cpu_processes import cpu_cluster
+from patience import PATIENCE_S
 from safetensors.torch import load_file
-from test_grpo_run import TIMEOUT_S, metrics, saved_state, start_run, wait_until_gone
+from test_grpo_run import metrics, saved_state, start_run, wait_until_gone
 
 from nemo_rl_offload.cluster.virtual_cluster import ClusterPart
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
@@ -36,7 +37,7 @@ def test_a_run_does_not_depend_on_who_generates(settings: tuple[str, ...], tmp_p
         ("apart", [f"cluster.gpus_per_node={2 * num_workers}", *apart]),
     ):
         process = start_run(tmp_path / name, *layout, *overrides, mark=str(tmp_path))
-        _, errors = process.communicate(timeout=2 * TIMEOUT_S)
+        _, errors = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0, errors
         wait_until_gone(str(tmp_path))
     expected, found = (metrics(tmp_path / name) for name in ("together", "apart"))

@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 from cpu_processes import cpu_environment
+from patience import PATIENCE_S, eventually
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from nemo_rl_offload.batching.batch import Batch
@@ -37,7 +38,6 @@ SMALL = (
     "checkpointing.keep_top_k=null",
     "loss_fn.reference_policy_kl_penalty=0.05",
 )
-TIMEOUT_S = 240
 
 
 def start_run(run_dir: Path, *overrides: str, mark: str = "none") -> subprocess.Popen[str]:
@@ -68,11 +68,8 @@ def leftovers(mark: str) -> list[str]:
 
 def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str]) -> None:
     """Wait until `condition` holds, while the run goes on."""
-    end_s = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end_s
-        time.sleep(0.02)
+    assert eventually(lambda: condition() or process.poll() is not None, period_s=0.02)
+    assert process.poll() is None, process.communicate()
 
 
 def metrics(run_dir: Path) -> dict[tuple[int, str], dict[str, float]]:
@@ -110,7 +107,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
     """The folder, standard output and standard error of a run that went through."""
     run_dir = tmp_path_factory.mktemp("finished") / "a run"
     process = start_run(run_dir, mark=str(run_dir))
-    output, errors = process.communicate(timeout=TIMEOUT_S)
+    output, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, errors
     wait_until_gone(str(run_dir))
     return run_dir, output, errors
@@ -185,7 +182,7 @@ def test_a_killed_run_resumes_to_the_same_end(finished: tuple[Path, str, str], t
     kill_after_step_2(run_dir, mark)
     assert not (run_dir / "summary.json").exists()
     resumed = start_run(run_dir, mark=mark)
-    output, errors = resumed.communicate(timeout=TIMEOUT_S)
+    output, errors = resumed.communicate(timeout=PATIENCE_S)
     assert resumed.returncode == 0, errors
     assert f"Resuming from {run_dir}/checkpoints/step_2" in errors
     summary, expected_summary = json.loads(output), json.loads(finished[1])
@@ -205,7 +202,7 @@ def test_a_killed_run_goes_on_in_another_layout(finished: tuple[Path, str, str],
     stages = ("pipeline_model_parallel_size=2", "num_layers_in_first_pipeline_stage=1")
     two = ("cluster.gpus_per_node=2", *(f"policy.megatron_cfg.{key}" for key in stages))
     resumed = start_run(run_dir, *two, "policy.megatron_cfg.fine_grained_activation_offloading=false", mark=mark)
-    output, errors = resumed.communicate(timeout=TIMEOUT_S)
+    output, errors = resumed.communicate(timeout=PATIENCE_S)
     assert resumed.returncode == 0, errors
     assert f"Resuming from {run_dir}/checkpoints/step_2" in errors
     assert json.loads(output)["world_size"] == 2
@@ -217,12 +214,9 @@ def test_a_killed_run_goes_on_in_another_layout(finished: tuple[Path, str, str],
             assert found[step, "train"][name] == pytest.approx(expected[step, "train"][name], rel=1e-3)
 
 
-def wait_until_gone(mark: str, timeout_s: float = 15) -> None:
+def wait_until_gone(mark: str) -> None:
     """Assert that no process of a run with this mark is left, in a while."""
-    end_s = time.monotonic() + timeout_s
-    while (left := leftovers(mark)) and time.monotonic() < end_s:
-        time.sleep(0.2)
-    assert left == []
+    assert eventually(lambda: not leftovers(mark), period_s=0.2), leftovers(mark)
 
 
 SAMPLED = (pytest.mark.slow, pytest.mark.sampled)
@@ -253,7 +247,7 @@ def test_interrupted(signal_number: int, to_group: bool, when: str, tmp_path: Pa
         wait_for(lambda: words in errors_so_far.readline(), process)
         time.sleep(seconds)
     (os.killpg if to_group else os.kill)(process.pid, signal_number)
-    output, errors = process.communicate(timeout=TIMEOUT_S)
+    output, errors = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, output) == (130, "")
     last = max((path.name for path in run_dir.glob("checkpoints/step_*")), key=lambda name: int(name[5:]), default="")
     hint = f" The same command goes on from the last checkpoint, {run_dir}/checkpoints/{last}."

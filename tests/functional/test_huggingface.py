@@ -17,6 +17,7 @@ from huggingface_models import (
     names_of,
     offload,
 )
+from patience import PATIENCE_S
 from torch import nn
 
 from nemo_rl_offload.errors import ConfigError
@@ -181,7 +182,7 @@ def test_one_model_in_two_threads() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=60)
+            thread.join(timeout=PATIENCE_S)
     assert same == [True] * 20
     assert all_came_back(active.stats())
     # Forwards of both threads can be taken for one, and a copy in it for a useless one: a few groups then stay.

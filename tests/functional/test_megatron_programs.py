@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from example_runs import python_path, run_python
+from patience import PATIENCE_S
 from plain_gpt import ATTENTION, MICRO_BATCH_SIZE, MLA, MOE, SEQUENCE, SHAPE
 from ranks import Ranks
 
@@ -147,7 +148,7 @@ def test_the_hook_of_rays_workers() -> None:
     path = python_path(PROJECT_ROOT, PROJECT_ROOT / "examples/adapters", PROJECT_ROOT / "tests/functional")
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-c", RAY_PROGRAM]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == str(sorted(ATTENTION))
 

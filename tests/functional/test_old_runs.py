@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from example_runs import python_path
+from patience import PATIENCE_S
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT
 
@@ -36,7 +37,7 @@ def command(old: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         text=True,
         cwd=old,
         env={**os.environ, "PYTHONPATH": python_path(PROJECT_ROOT), "OMP_NUM_THREADS": "1"},
-        timeout=300,
+        timeout=PATIENCE_S,
         check=False,
     )
 

@@ -16,6 +16,7 @@ import torch
 from kill_runs import differences, is_rank, settings
 from models import make_policy, same_tensors, take_step, weights_of
 from optimizer_cases import run_case, state_of
+from patience import PATIENCE_S
 from ranks import Ranks
 from test_grpo_run import start_run, wait_for, wait_until_gone
 
@@ -229,7 +230,7 @@ def test_a_run_that_is_killed_twice_and_goes_on_at_either_place_ends_as_one_on_t
     on_host = ("policy.megatron_cfg.optimizer.optimizer_cpu_offload=true",)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     process = start(whole)
-    errors = process.communicate(timeout=400)[1]
+    errors = process.communicate(timeout=PATIENCE_S)[1]
     assert process.returncode == 0, errors
     process = start(killed, *on_host)
     wait_for(lambda: any(killed.glob("checkpoints/step_2")), process)
@@ -239,8 +240,8 @@ def test_a_run_that_is_killed_twice_and_goes_on_at_either_place_ends_as_one_on_t
     wait_for(lambda: any(killed.glob("checkpoints/step_4")), process)
     process.kill()
     process.communicate()
-    wait_until_gone(str(killed), timeout_s=180)
+    wait_until_gone(str(killed))
     process = start(killed)
-    errors = process.communicate(timeout=400)[1]
+    errors = process.communicate(timeout=PATIENCE_S)[1]
     assert process.returncode == 0, errors
     assert differences(killed, whole, NUM_STEPS) == []

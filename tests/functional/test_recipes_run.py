@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from cpu_processes import cpu_environment
+from patience import PATIENCE_S
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT
 
@@ -60,7 +61,7 @@ def run_recipe(recipe: str, algorithm: str, folder: Path, *more: str) -> dict[st
         capture_output=True,
         text=True,
         env={**os.environ, **cpu_environment()},
-        timeout=400,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE_S
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT
 
@@ -26,7 +27,7 @@ def run(folder: Path, *arguments: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=PATIENCE_S,
         env={**os.environ, "PYTHONPATH": str(PROJECT_ROOT), "CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.returncode == 0, done.stderr

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from example_runs import python_path
+from patience import PATIENCE_S
 from test_grpo_run import interruptible, metrics, start_run, wait_for, wait_until_gone
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT
@@ -58,7 +59,7 @@ def test_a_run_goes_on_until_it_is_interrupted(tmp_path: Path, monkeypatch: pyte
     for _ in range(2):  # the first waits for the step, whose scorers hang
         os.killpg(process.pid, signal.SIGINT)
         time.sleep(1)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, output) == (130, "")
     assert "Traceback" not in errors
     for words in (

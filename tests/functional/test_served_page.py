@@ -6,13 +6,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE_S, eventually
 from run_dirs import add_step, make_run
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT
@@ -42,7 +42,9 @@ class Browser:
 
     def _ask(self, path: str, body: Any) -> Any:
         content = {"data": json.dumps(body).encode(), "headers": {"Content-Type": "application/json"}}
-        with urllib.request.urlopen(urllib.request.Request(self._address + path, **content), timeout=60) as answer:
+        with urllib.request.urlopen(
+            urllib.request.Request(self._address + path, **content), timeout=PATIENCE_S
+        ) as answer:
             return json.load(answer)["value"]
 
     def open(self, address: str) -> None:
@@ -64,10 +66,7 @@ class Browser:
         return found
 
     def wait_for(self, script: str) -> None:
-        end_s = time.monotonic() + 30
-        while not self.run(script):
-            assert time.monotonic() < end_s, self.run("document.body.innerText")
-            time.sleep(0.1)
+        assert eventually(lambda: self.run(script)), self.run("document.body.innerText")
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +98,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
     yield start
     for process in processes:
         process.terminate()
-        assert process.communicate(timeout=30)
+        assert process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cpu_processes import cpu_environment
+from patience import PATIENCE_S
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT
@@ -25,7 +26,6 @@ TURNS = [
     {"role": "assistant", "content": "12"},
 ]
 DIALOG = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nGröße?<|im_end|>\n<|im_start|>assistant\n"
-TIMEOUT_S = 400
 
 each_model = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 
@@ -37,7 +37,7 @@ def nemo_rl_offload(*words: str) -> str:
         capture_output=True,
         text=True,
         env={**os.environ, **cpu_environment(), "OMP_NUM_THREADS": "1"},
-        timeout=TIMEOUT_S,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from example_runs import python_path
+from patience import PATIENCE_S
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT
 
@@ -65,7 +66,7 @@ def execute(folder: Path, command: str, *further: str) -> subprocess.CompletedPr
         text=True,
         cwd=folder,
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        timeout=400,
+        timeout=PATIENCE_S,
         check=False,
     )
 

@@ -12,6 +12,7 @@ import torch
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 from model_variants import HONOURED, LENGTH, Variant, loss_of, make_ids, write_variant
 from models import make_batch, make_policy, offload, same_tensors, take_step, weights_of
+from patience import PATIENCE_S
 from torch import Tensor
 
 from nemo_rl_offload.adapters.megatron_core.interface import exclude_parameters, use_engine
@@ -147,7 +148,7 @@ def test_megatrons_engine_changes_no_bit_and_is_spared_forward_only_passes(
     process = context.Process(target=_train_with_megatrons_engine, args=(model_folder(family), overrides, theirs))
     process.start()
     theirs.close()
-    assert ours.poll(240)
+    assert ours.poll(PATIENCE_S)
     metrics, weights, offloaded_bytes = ours.recv()
     process.join()
     reference = train(family, steps=(0, 0, 0))

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -21,6 +20,7 @@ import pytest
 import torch
 from cpu_processes import cpu_cluster, cpu_environment
 from example_runs import run_example
+from patience import PATIENCE_S, eventually
 from test_generation_workers import TP, laid_out
 from test_grpo_run import interruptible, leftovers, metrics, start_run, wait_for, wait_until_gone
 from transformers import AutoModelForCausalLM
@@ -199,10 +199,7 @@ def policy(model_folder: Callable[[str], Path]) -> Iterator[tuple[Policy, list[C
 
 def wait_for_none() -> None:
     """Wait until no engine is left below this process."""
-    end_s = time.monotonic() + 30
-    while engines():
-        assert time.monotonic() < end_s
-        time.sleep(0.1)
+    assert eventually(lambda: not engines())
 
 
 def greedy(folder: Path, prompt: list[int]) -> list[int]:
@@ -296,7 +293,7 @@ def test_an_engine_that_dies_or_hangs_is_an_error_that_names_it(policy: tuple[Po
         for bucket in made._trainers.weight_buckets():
             yield bucket
             engine.kill()
-            engine.wait(20)
+            engine.wait(PATIENCE_S)
 
     class Source:
         weight_buckets = staticmethod(killed_on_the_way)
@@ -330,7 +327,7 @@ def test_a_run_goes_on_after_its_engine_was_killed_and_ends_with_an_interrupt(
     wait_for(lambda: (run_dir / "restarts.log").exists(), process)
     wait_for(lambda: engines(process.pid) and log.read_text().splitlines()[-1].find('"step": 3') > 0, process)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     assert "vLLM engine 0 of 1" in (run_dir / "restarts.log").read_text()

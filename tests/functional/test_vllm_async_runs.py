@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE_S
 from test_grpo_run import interruptible, metrics, start_run, wait_for, wait_until_gone
 
 __all__ = ["interruptible"]
@@ -34,7 +35,7 @@ AHEAD = "grpo.async_grpo.enabled=true"
 
 def finished(run_dir: Path, *overrides: str) -> Path:
     process = start_run(run_dir, *SETTINGS, *overrides, mark=str(run_dir))
-    _, errors = process.communicate(timeout=200)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, errors
     wait_until_gone(str(run_dir))
     return run_dir
@@ -81,7 +82,7 @@ def test_ages_are_bounded_and_a_resumed_run_has_the_same_prompts(by_turns: Path,
     process = start_run(run_dir, *SETTINGS, *ahead, mark=mark)
     wait_for(lambda: has_begun(run_dir), process)
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     wait_until_gone(mark)
@@ -104,7 +105,7 @@ def test_an_interrupt_ends_what_generates_ahead(tmp_path: Path) -> None:
     process = start_run(run_dir, *SETTINGS, AHEAD, "grpo.max_num_steps=500", mark=mark)
     wait_for(lambda: has_begun(run_dir), process)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     wait_until_gone(mark)

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from cpu_processes import cpu_cluster, cpu_environment
+from patience import PATIENCE_S
 from test_generation_workers import TP, laid_out
 from test_grpo_run import leftovers, metrics, start_run, wait_for, wait_until_gone
 from test_vllm import (
@@ -103,7 +104,7 @@ def test_a_run_goes_on_after_an_engine_has_lost_a_device(tmp_path: Path) -> None
     wait_for(lambda: log.exists() and len(log.read_text().splitlines()) > 3, process)
     (second,) = (each for each in engines(process.pid) if each.name().startswith("ray") and rank_of(each) == 1)
     second.kill()
-    _, errors = process.communicate(timeout=240)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, errors
     assert "device of the vLLM engines 1 of 2" in (run_dir / "restarts.log").read_text()
     wait_until_gone(mark)

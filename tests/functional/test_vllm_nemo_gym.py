@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.util import find_spec
@@ -17,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from example_runs import python_path
+from patience import PATIENCE_S, eventually
 
 from nemo_rl_offload.algorithms.gym_rollout import NemoGym
 from nemo_rl_offload.batching.response import Response
@@ -104,7 +104,7 @@ def run(folder: Path, name: str) -> dict[str, Any]:
     script = PROJECT_ROOT / "examples/run_grpo.py"
     done = subprocess.run(
         [sys.executable, script, "--config", "run.json", "--run-dir", name, "--format", "json"],
-        capture_output=True, text=True, timeout=300, cwd=folder,
+        capture_output=True, text=True, timeout=PATIENCE_S, cwd=folder,
         env={**os.environ, "PYTHONPATH": python_path(PROJECT_ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -168,24 +168,18 @@ def test_a_run_that_generates_ahead_ends_with_a_server_and_leaves_none(folder: P
             env={**os.environ, "PYTHONPATH": python_path(PROJECT_ROOT), "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
     try:
-        deadline_s = time.monotonic() + 150
-        while "\nstep 1/" not in said.read_text():
-            assert process.poll() is None, said.read_text()[-3000:]
-            assert time.monotonic() < deadline_s, said.read_text()[-3000:]
-            time.sleep(0.2)
+        assert eventually(lambda: "\nstep 1/" in said.read_text() or process.poll() is not None)
+        assert process.poll() is None, said.read_text()[-3000:]
         servers = [pid for pid, place in processes_in(folder).items() if place.name == "letters"]
         assert servers
         for pid in servers:
             os.kill(pid, signal.SIGKILL)
-        assert process.wait(60) == 2, said.read_text()[-3000:]
+        assert process.wait(PATIENCE_S) == 2, said.read_text()[-3000:]
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     assert "Process `letters` finished unexpectedly!" in said.read_text()
-    deadline_s = time.monotonic() + 30
-    while (left := processes_in(folder).keys() - {os.getpid()}) and time.monotonic() < deadline_s:
-        time.sleep(0.2)
-    assert not left
+    assert eventually(lambda: processes_in(folder).keys() <= {os.getpid()}), processes_in(folder)
 
 
 def make_parsers(**chat: Any) -> tuple[ChatParsers, Any]:

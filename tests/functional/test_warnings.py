@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from cpu_processes import cpu_environment
+from patience import PATIENCE_S
 
 CLI = [sys.executable, "-m", "nemo_rl_offload.cli"]
 SHORT = (
@@ -34,7 +35,11 @@ def test_a_warning_of_a_worker(overrides: tuple[str, ...], words: str, tmp_path:
     environment = {**os.environ, **cpu_environment(), "OMP_NUM_THREADS": "1"}
     command = [*CLI, "run", "sft", *SHORT, *(f"policy.megatron_cfg.{each}" for each in overrides)]
     done = subprocess.run(
-        [*command, "--run-dir", str(tmp_path / "run")], env=environment, capture_output=True, text=True, timeout=240
+        [*command, "--run-dir", str(tmp_path / "run")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     shown = [line for line in (done.stdout + done.stderr).splitlines() if words in line]

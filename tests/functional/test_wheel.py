@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from example_runs import python_path
+from patience import PATIENCE_S
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT
 
@@ -37,7 +38,9 @@ def command(installed: Path, tmp_path: Path) -> Command:
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         words = [sys.executable, "-m", "nemo_rl_offload.cli", *arguments]
-        return subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400, check=False)
+        return subprocess.run(
+            words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
 
     return run
 
@@ -149,7 +152,12 @@ def test_the_engine_where_there_is_torch_alone(installed: Path, tmp_path: Path) 
                     (bare / top).symlink_to(source)
     code = f"import sys; sys.path.insert(0, {str(bare)!r})\n" + ENGINE_PROGRAM
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, "-I", "-S", "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "missing: megatron\n"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from block_model import Model, batch, gradients, identical, offload
+from patience import PATIENCE_S
 
 
 def test_two_models_in_two_threads_are_independent() -> None:
@@ -27,7 +28,7 @@ def test_two_models_in_two_threads_are_independent() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=PATIENCE_S)
     assert got == [True, True]
 
 
@@ -48,7 +49,7 @@ def test_one_model_in_two_threads() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=60)
+            thread.join(timeout=PATIENCE_S)
     assert got == {3: True, 5: True}
     assert active.stats().host_bytes == 0
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from patience import PATIENCE_S, eventually
 
 from nemo_rl_offload.algorithms.collector import Collector
 from nemo_rl_offload.algorithms.rollout import Rollout
@@ -40,7 +41,7 @@ class Engine:
     def play(self, step: int, prompts: list[int]) -> Rollout:
         self.began[step] = self.weights
         if not self.is_open:
-            assert self.gates.setdefault(step, threading.Event()).wait(10)
+            assert self.gates.setdefault(step, threading.Event()).wait(PATIENCE_S)
         return Rollout(prompts, [], [])  # type: ignore[arg-type]
 
     def let(self, step: int) -> None:
@@ -57,10 +58,7 @@ def collector(engine: Engine, max_age: int, *, in_flight: bool) -> tuple[Collect
 
 
 def until(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.001)
+    assert eventually(condition, period_s=0.001)
 
 
 @pytest.mark.parametrize("in_flight", [False, True])
@@ -94,7 +92,7 @@ def test_weights_wait_for_what_is_under_way_unless_in_flight() -> None:
     time.sleep(0.02)
     assert engine.weights == 0
     engine.let(2)
-    renewing.join(10)
+    renewing.join(PATIENCE_S)
     assert engine.weights == 1
     for step in (3, 4):
         engine.let(step)

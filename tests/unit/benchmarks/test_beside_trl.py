@@ -7,6 +7,7 @@ import grpo_step
 import pytest
 from attempts import HighestMemory, Ours, line_of
 from beside_trl import ATTEMPTS, KL_WEIGHT, VLLM_SHARE, Phases, prompt_texts, settings
+from patience import PATIENCE_S
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.config.validation import check_config
@@ -78,7 +79,7 @@ def test_memory_is_the_highest_over_what_was_in_use(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(HighestMemory, "_used", ask)
     with HighestMemory() as memory:
-        assert seen.wait(10)
+        assert seen.wait(PATIENCE_S)
     assert memory.bytes() == {"peak_device_bytes": 25, "peak_host_bytes": 200, "device_before_bytes": 5}
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from patience import PATIENCE_S
 
 from nemo_rl_offload.cli.command_line import EXIT_USER_ERROR, main
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
@@ -487,7 +488,7 @@ def test_it_imports_neither_torch_nor_ray() -> None:
         f"code = main(['plan', {TINY!r}, '--gpu', 'h100', '--gpus-per-node', '1']); "
         "sys.exit(code or 1 * bool({'torch', 'ray', 'megatron', 'transformers'} & set(sys.modules)))"
     )
-    assert subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=PATIENCE_S).returncode == 0
 
 
 def test_routing_is_of_models_with_experts(capsys: pytest.CaptureFixture[str]) -> None:

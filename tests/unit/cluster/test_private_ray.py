@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 
 from nemo_rl_offload.cluster import private_ray
 from nemo_rl_offload.cluster.private_ray import NUM_KEPT, PREFIX, PrivateRay, remove_old
@@ -120,14 +121,12 @@ def test_a_process_that_ends_while_ray_starts(ray: PrivateRay, tmp_path: Path, m
 
     def init(**_: object) -> None:
         private_ray.ray_services.ConsolePopen([str(program)], env=None)
-        release.wait(20)
+        release.wait(PATIENCE_S)
 
     monkeypatch.setattr(private_ray.ray, "init", init)
-    begin_s = time.monotonic()
     try:
         with pytest.raises(WorkerError, match=r"Ray's process gcs_server \(pid \d+\), .* ended with code 3"):
             ray.start()
-        assert time.monotonic() - begin_s < 10
     finally:
         release.set()
     while private_ray.ray_services.ConsolePopen is not popen:
@@ -142,7 +141,7 @@ def test_the_thread_that_starts_rays_processes_stays(ray: PrivateRay, monkeypatc
     threads[0].join(0.3)
     assert threads[0].is_alive()
     ray.close(keep=False)
-    threads[0].join(10)
+    threads[0].join(PATIENCE_S)
     assert not threads[0].is_alive()
 
 

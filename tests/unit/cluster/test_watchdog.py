@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import psutil
+from patience import PATIENCE_S
 
 from nemo_rl_offload.cluster import watchdog
 
@@ -38,7 +39,7 @@ def test_who_belongs_to_the_ray_ends_with_the_driver(tmp_path: Path) -> None:
         assert all(process.is_running() for process in (guard, agent, daemon, reader, stranger))
         driver.kill()
         driver.wait()
-        gone, _ = psutil.wait_procs([agent, daemon], timeout=20)
+        gone, _ = psutil.wait_procs([agent, daemon], timeout=PATIENCE_S)
         assert {process.pid for process in gone} == {agent.pid, daemon.pid}
         time.sleep(2 * watchdog.POLL_S)
         assert reader.status() != psutil.STATUS_ZOMBIE

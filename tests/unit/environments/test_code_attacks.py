@@ -10,11 +10,11 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from patience import eventually
 
 from nemo_rl_offload.environments import code_processes
 from nemo_rl_offload.environments.code_processes import Limits, passes, prints
@@ -331,9 +331,8 @@ def test_without_the_sandbox_it_succeeds(name: str, places: dict[str, object]) -
     [name if name in QUICKLY else pytest.param(name, marks=[pytest.mark.slow, pytest.mark.sampled]) for name in FORGED],
 )
 def test_no_verdict_is_forged(name: str) -> None:
-    running, began_s = children(), time.monotonic()
+    running = children()
     assert scores(f"{FORGED[name]}\n{ALONE}") == (False, False)
-    assert time.monotonic() - began_s < 2 * LIMITS.timeout_s + 60
     assert children() == running
 
 
@@ -364,8 +363,5 @@ def children_of(pid: int) -> set[int]:
 
 def wait_for[T](look: Callable[[], T], is_so: Callable[[T], bool]) -> T:
     """What is seen once it is as wanted."""
-    deadline_s = time.monotonic() + 60
-    while not is_so(seen := look()):
-        assert time.monotonic() < deadline_s, seen
-        time.sleep(0.05)
-    return seen
+    assert eventually(lambda: is_so(look())), look()
+    return look()

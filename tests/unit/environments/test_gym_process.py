@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE_S
 
 from nemo_rl_offload.environments.nemo_gym import child
 from nemo_rl_offload.environments.nemo_gym.process import GymProcess
@@ -59,7 +60,7 @@ def test_all_threads_that_wait_hear_of_the_start(start: Start) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(PATIENCE_S)
     assert heard == [("asker",)] * 3
 
 
@@ -75,7 +76,7 @@ def test_all_threads_that_wait_hear_of_a_failed_start(start: Start) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(PATIENCE_S)
     assert len(heard) == 3
     assert all("ended with code 3" in each and "a server says ends" in each for each in heard)
 
@@ -86,11 +87,11 @@ def test_answers_go_to_who_asked(start: Start) -> None:
     queues: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue(), queue.SimpleQueue()]
     numbers = [process.ask({"n": place}, queues[place % 2]) for place in range(6)]
     for place, number in enumerate(numbers):
-        assert queues[place % 2].get(timeout=20) == (number, {"number": number, "result": {"n": place}})
+        assert queues[place % 2].get(timeout=PATIENCE_S) == (number, {"number": number, "result": {"n": place}})
     process.check()
     row: Any = "die"
     process.ask(row, queues[0])
-    process._process.wait(20)
+    process._process.wait(PATIENCE_S)
     with pytest.raises(WorkerError, match="ended with code 4"):
         process.check()
 

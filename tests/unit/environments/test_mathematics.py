@@ -82,10 +82,10 @@ def test_what_thinking_is_can_be_said(comparison: Any) -> None:
 
 
 def test_thinking_is_found_in_no_time() -> None:
-    start_s = time.perf_counter()
+    start_s = time.process_time()
     assert without_thinking("<think>" * 100_000, "<think>", "</think>") == ""
     assert without_thinking("</think>" * 100_000 + "2", "<think>", "</think>") == "2"
-    assert time.perf_counter() - start_s < 1
+    assert time.process_time() - start_s < 1
 
 
 @pytest.mark.parametrize(

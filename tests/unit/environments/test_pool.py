@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from patience import PATIENCE_S, eventually, is_running
 from user_functions import MISDEEDS
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT
@@ -61,17 +62,6 @@ def episodes(*responses: str) -> list[Episode]:
 
 def processes(pool: EnvironmentPool) -> list[int]:
     return [worker.process._process.pid for worker in pool._workers]
-
-
-def is_running(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 10) -> bool:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline_s:
-        time.sleep(0.02)
-    return condition()
 
 
 @pytest.mark.parametrize("misdeeds", [QUICK, pytest.param([*MISDEEDS], marks=pytest.mark.slow)], ids=["some", "all"])
@@ -167,7 +157,7 @@ def test_a_process_that_was_killed_while_it_waited_is_replaced(make_pool: Callab
         assert pool.step(episodes("good")) == [RIGHT]
         (pid,) = processes(pool)
         os.kill(pid, signal.SIGKILL)
-        assert wait_for(lambda pid=pid: not is_running(pid))
+        assert eventually(lambda pid=pid: not is_running(pid))
     assert pool.step(episodes("good", "good")) == [RIGHT] * 2
     assert pool.notices() == []
 
@@ -243,11 +233,11 @@ def test_shutdown_ends_a_scorer_that_hangs_and_what_it_started(make_pool: Callab
     pool.step(episodes("good"))
     (pid,) = processes(pool)
     pool._workers[0].process.send(episodes("an end while a child lives")[0])
-    assert wait_for(lambda: not is_running(pid))
+    assert eventually(lambda: not is_running(pid))
     children = [each.pid for each in psutil.process_iter() if os.getpgid(each.pid) == pid and is_running(each.pid)]
     assert len(children) == 1
     pool.shutdown()
-    assert wait_for(lambda: not is_running(children[0]))
+    assert eventually(lambda: not is_running(children[0]))
 
 
 def test_a_scorer_whose_answer_nobody_reads_ends_without_a_word(
@@ -258,9 +248,9 @@ def test_a_scorer_whose_answer_nobody_reads_ends_without_a_word(
     pool.step(episodes("good"))
     process = pool._workers[0].process
     process.send(episodes("good")[0])
-    assert wait_for(process.connection.poll)
+    assert eventually(process.connection.poll)
     process.connection.close()
-    assert process._process.wait(10) == 0
+    assert process._process.wait(PATIENCE_S) == 0
     pool.shutdown()
     assert list(tmp_path.iterdir()) == []
 
@@ -299,10 +289,10 @@ def test_a_driver_that_ends_leaves_no_process(number: signal.Signals, tmp_path: 
         assert len(pids) == 2
         assert all(map(is_running, pids))
         processes = [psutil.Process(pid) for pid in pids]
-        assert wait_for(lambda: max(process.cpu_times().user for process in processes) > 1), "one hangs"
+        assert eventually(lambda: max(process.cpu_times().user for process in processes) > 1), "one hangs"
         os.killpg(driver.pid, number)
-        assert driver.wait(10) == -number
-    assert wait_for(lambda: not any(map(is_running, pids)))
+        assert driver.wait(PATIENCE_S) == -number
+    assert eventually(lambda: not any(map(is_running, pids)))
 
 
 def test_signals_to_all_processes_of_a_job_end_no_scorer(make_pool: Callable[..., EnvironmentPool]) -> None:
@@ -354,7 +344,7 @@ def test_what_ends_the_run(scorer: str, error: type[Exception], words: str, tmp_
 
 
 def test_shutdown_while_another_thread_scores_starts_nothing_again(make_pool: Callable[..., EnvironmentPool]) -> None:
-    pool = make_pool(*function("misbehaves", "env.function.timeout_s=60"))
+    pool = make_pool(*function("misbehaves", "env.function.timeout_s=3600"))
     pool.step(episodes("right"))
     (pid,) = processes(pool)
     raised: list[BaseException] = []
@@ -369,7 +359,7 @@ def test_shutdown_while_another_thread_scores_starts_nothing_again(make_pool: Ca
     thread.start()
     time.sleep(0.5)
     pool.shutdown()
-    thread.join(30)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive()
     assert "have been ended" in str(raised[0])
     assert processes(pool) == [pid]

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from patience import PATIENCE_S
 
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.config.loader import resolve_tokenizer_path
@@ -21,8 +22,6 @@ from nemo_rl_offload.generation.interface import Give
 from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.generation.vllm.chat_parsers import ChatParsers, Said
 
-WAIT_S = 20.0
-"""In which what happens at once has happened on a busy machine."""
 LONGEST = 120
 SAMPLING = Sampling(LONGEST, temperature=0.7, top_p=0.9)
 TEMPLATE = (
@@ -93,7 +92,7 @@ def ask(server: ChatServer) -> Ask:
         content = json.dumps({"messages": messages, **others}).encode() if raw is None else raw
         request = urllib.request.Request(f"{server.base_url}/chat/completions", content)
         try:
-            with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
+            with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
                 return answer.status, json.load(answer)
         except urllib.error.HTTPError as error:
             with error:
@@ -163,7 +162,7 @@ def test_calls_of_tools_and_thinking_are_in_the_message(tokenizer: Any) -> None:
         server.begin(stream := Stream(), SAMPLING, 7)
         asked = {"messages": QUESTION, "tools": [call], "chat_template_kwargs": {"mark": "?"}}
         request = urllib.request.Request(f"{server.base_url}/chat/completions", json.dumps(asked).encode())
-        with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
             (choice,) = json.load(answer)["choices"]
     finally:
         server.close()
@@ -374,19 +373,19 @@ def test_requests_of_an_ended_round_are_refused(server: ChatServer, ask: Ask) ->
 
 def test_a_round_is_finished_when_what_was_asked_is_answered(server: ChatServer, ask: Ask) -> None:
     """Whoever asked may have given up; nothing more is taken meanwhile."""
-    assert server.finish(server.begin(Stream(), SAMPLING, 7)).result(WAIT_S) is None
+    assert server.finish(server.begin(Stream(), SAMPLING, 7)).result(PATIENCE_S) is None
     stream = Stream()
     stream.holds = True
     begun = server.begin(stream, SAMPLING, 7)
     asking = Asking(ask, **identity(begun.number, 0))
-    assert stream.is_asked.wait(WAIT_S)
+    assert stream.is_asked.wait(PATIENCE_S)
     finished = server.finish(begun)
     assert refused(ask(**identity(begun.number, 1))) == "no rollout is under way that this belongs to"
     assert not finished.done()
     ((give, response),) = stream.held
     give(response)
-    finished.result(WAIT_S)
-    asking.join(WAIT_S)
+    finished.result(PATIENCE_S)
+    asking.join(PATIENCE_S)
     assert len(begun.calls[0]) == 1
 
 
@@ -395,10 +394,10 @@ def test_a_server_that_closes_does_not_wait_for_a_round_that_finishes(server: Ch
     stream.holds = True
     begun = server.begin(stream, SAMPLING, 7)
     asking = Asking(ask, **identity(begun.number, 0))
-    assert stream.is_asked.wait(WAIT_S)
+    assert stream.is_asked.wait(PATIENCE_S)
     server.finish(begun)
     server.close()
-    asking.join(WAIT_S)
+    asking.join(PATIENCE_S)
     assert not server._thread.is_alive()
     assert not asking.is_alive()
 
@@ -420,7 +419,7 @@ class Asking(threading.Thread):
             self.error = error
 
     def has_ended(self) -> bool:
-        self.join(WAIT_S / 2)  # less than the request itself waits
+        self.join(PATIENCE_S / 2)  # less than the request itself waits
         return not self.is_alive()
 
 
@@ -432,7 +431,7 @@ def test_who_waits_when_a_round_ends_hears_that_there_is_nothing(
     ended = server.begin(stream := Stream(), SAMPLING, 7)
     stream.holds = True
     waiting = Asking(ask, **identity(ended.number, 0))
-    assert stream.is_asked.wait(WAIT_S)
+    assert stream.is_asked.wait(PATIENCE_S)
     server.end(ended)
     assert waiting.has_ended()
     assert isinstance(waiting.error, ConnectionError)
@@ -448,7 +447,7 @@ def test_requests_do_not_wait_for_each_other(server: ChatServer, ask: Ask) -> No
     begun = server.begin(stream := Stream(), SAMPLING, 7)
     stream.holds = True
     waiting = Asking(ask, **identity(begun.number, 0))
-    assert stream.is_asked.wait(WAIT_S)
+    assert stream.is_asked.wait(PATIENCE_S)
     stream.holds = False
     assert ask(**identity(begun.number, 1))[0] == 200
     assert waiting.is_alive()
@@ -489,10 +488,10 @@ def test_a_server_that_is_closed_keeps_nobody_waiting(server: ChatServer, ask: A
     server.begin(stream := Stream(), SAMPLING, 7)
     stream.holds = True
     waiting = Asking(ask)
-    assert stream.is_asked.wait(WAIT_S)
+    assert stream.is_asked.wait(PATIENCE_S)
     began = time.monotonic()
     server.close()
-    assert time.monotonic() - began < WAIT_S / 2
+    assert time.monotonic() - began < PATIENCE_S / 2
     assert waiting.has_ended()
     assert isinstance(waiting.error, ConnectionError)
 

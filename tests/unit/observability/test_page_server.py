@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 from run_dirs import add_step, make_run
 
 from nemo_rl_offload.cli import command_line
@@ -36,7 +37,7 @@ def ask(server: PageServer, path: str = "", **headers: str) -> tuple[int, str, s
         server.address + path, headers={k.replace("_", "-"): v for k, v in headers.items()}
     )
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
             return answer.status, answer.read().decode(), answer.headers["ETag"]
     except urllib.error.HTTPError as error:
         return error.code, "", ""
@@ -76,7 +77,7 @@ def test_it_answers_this_machine_alone(tmp_path: Path) -> None:
             assert ask(server, Host=host)[0] == 403, "a name that another site lets point here"
         for path in ("config.yaml", "../config.yaml", "%2e%2e/config.yaml", "x?/", "/config.yaml"):
             assert ask(server, path)[0] == 404
-        with urllib.request.urlopen(server.address, timeout=10) as answer:
+        with urllib.request.urlopen(server.address, timeout=PATIENCE_S) as answer:
             policy = answer.headers["Content-Security-Policy"]
         assert "default-src 'none'" in policy
         assert "connect-src 'self'" in policy
@@ -86,7 +87,7 @@ def test_heads_and_queries_are_answered(tmp_path: Path) -> None:
     with serving(make_run(tmp_path / "run")) as server:
         status, text, tag = ask(server, "?a=1")
         assert (status, text, tag) == ask(server)
-        connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=PATIENCE_S)
         for host, wanted in (("localhost", 200), ("evil.example", 403)):
             connection.request("HEAD", "/?a=1", headers={"Host": host})
             answer = connection.getresponse()

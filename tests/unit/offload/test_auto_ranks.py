@@ -4,6 +4,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from patience import PATIENCE_S
 from simulated_backend import SimulatedBackend
 from simulated_model import GroupShape, train_step
 
@@ -44,7 +45,7 @@ class Rank:
 def trained(steps: list[list[list[int]]]) -> list[Rank]:
     """One rank for each list of steps, each of them the bytes that its modules save."""
     gathered: dict[int, Measured] = {}
-    barrier = threading.Barrier(len(steps), timeout=30)
+    barrier = threading.Barrier(len(steps), timeout=PATIENCE_S)
     ranks = [Rank(number, gathered, barrier) for number in range(len(steps))]
     with ThreadPoolExecutor(len(steps)) as pool:
         for done in [pool.submit(rank.train, rank_steps) for rank, rank_steps in zip(ranks, steps, strict=True)]:

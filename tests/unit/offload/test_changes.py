@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from patience import PATIENCE_S
 from torch import Tensor
 
 from nemo_rl_offload.offload import HostBackend, OffloadEngine
@@ -50,7 +51,7 @@ def assert_as_new(engine: OffloadEngine, pending: tuple[Tensor, Tensor]) -> None
     got = []
     other = threading.Thread(target=lambda: got.append(engine.stats()))
     other.start()
-    other.join(timeout=10)
+    other.join(timeout=PATIENCE_S)
     assert got, "another thread waits for the lock"
 
 

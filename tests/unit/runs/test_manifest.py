@@ -41,10 +41,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def refused(folder: Path, message: str = "") -> str:
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(CheckpointError) as caught:
         loop_state(read_checkpoint(folder))
-    assert time.monotonic() - start < 1
+    assert time.process_time() - start < 1
     text = str(caught.value)
     assert text.startswith(f"{folder} is damaged: ")
     assert text.endswith(f" Remove {folder} to start again.")

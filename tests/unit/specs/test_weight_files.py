@@ -67,10 +67,10 @@ HOSTILE = {
 
 def refused(folder: Path, start: str) -> str:
     tracemalloc.start()
-    begin = time.monotonic()
+    begin = time.process_time()
     with pytest.raises(ConfigError) as caught:
         weight_files(folder, is_quantized=False)
-    assert time.monotonic() - begin < 2
+    assert time.process_time() - begin < 2
     assert tracemalloc.get_traced_memory()[1] < 2 * MAX_HEADER_BYTES
     tracemalloc.stop()
     text = str(caught.value)

@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel import fine_grained_activation_offload as m
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import multi_token_prediction, transformer_layer
 from megatron.core.transformer.transformer_config import TransformerConfig
+from patience import PATIENCE_S
 
 from nemo_rl_offload import OffloadOptions
 from nemo_rl_offload.adapters import megatron_core
@@ -185,7 +186,7 @@ def test_a_process_that_installs_it_has_nothing_else_of_this_project() -> None:
         "megatron_core.install(OffloadOptions(host_memory_budget_bytes=1))\n"
         "print(*sorted({'.'.join(name.split('.')[:2]) for name in sys.modules}))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=200)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_S)
     loaded = set(done.stdout.split())
     assert {name for name in loaded if name.startswith("nemo_rl_offload.")} == {
         f"nemo_rl_offload.{part}" for part in ("adapters", "errors", "offload", "specs", "units")

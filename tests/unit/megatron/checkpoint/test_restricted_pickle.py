@@ -132,10 +132,10 @@ def test_a_table_says_what_is_made() -> None:
     ],
 )
 def test_nonsense_is_refused_at_once(program: bytes) -> None:
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises((UnreadableError, ForbiddenNameError)):
         unpickle(program, {"a.Point": Record(Point, fill), "a.f": Function(lambda: 1)})
-    assert time.monotonic() - start < 1
+    assert time.process_time() - start < 1
 
 
 @pytest.mark.parametrize("protocol", [2, 4])

@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from patience import PATIENCE_S
 from torch.distributed.distributed_c10d import GroupMember
 
 from nemo_rl_offload.errors import WorkerError
@@ -88,7 +89,7 @@ def test_one_worker_needs_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
     context = multiprocessing.get_context("spawn")  # a group of this process stays for other tests
     with ProcessPoolExecutor(1, context) as pool:
-        assert pool.submit(_join_and_sum).result(timeout=120) == 1
+        assert pool.submit(_join_and_sum).result(timeout=PATIENCE_S) == 1
 
 
 def _join_and_sum() -> float:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import PATIENCE_S
 from torch import Tensor
 
 from nemo_rl_offload.megatron.step.fused_linear import Head, LowRank, linear_logprobs, linear_topk
@@ -223,7 +224,7 @@ def test_kernels_are_plain_operators_in_tritons_interpreter() -> None:
     path = f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", f"from test_fused_linear import compare_kernels; {code}"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
 
 
