@@ -122,8 +122,14 @@ class PrivateRay:
 
         ray_services.ConsolePopen = started  # type: ignore[misc,assignment]
         ray_constants.ENABLE_RAY_CLUSTER = False
-        # Of all ports the one that `init` fixes: a cluster that somebody starts meanwhile would take no jobs.
-        ray_parameter.RayParams = partial(parameters, dashboard_agent_listen_port=0)  # type: ignore[misc,assignment]
+        # Of all ports the one that `init` fixes: a cluster that somebody starts meanwhile would take no jobs. This
+        # cluster never grows, and nobody reads the workers' output here: each saves a process and 1 s of a core.
+        ray_parameter.RayParams = partial(  # type: ignore[misc,assignment]
+            parameters,
+            dashboard_agent_listen_port=0,
+            no_monitor=True,
+            include_log_monitor=False,  # type: ignore[arg-type]
+        )
         try:
             ray.init(
                 address="local",
@@ -133,7 +139,10 @@ class PrivateRay:
                 num_cpus=available_cores(),
                 object_store_memory=object_store_bytes(),
                 _temp_dir=str(self.folder / "ray"),
-                _system_config={"gcs_rpc_server_reconnect_timeout_s": RECONNECT_S},
+                _system_config={
+                    "gcs_rpc_server_reconnect_timeout_s": RECONNECT_S,
+                    "prestart_worker_first_driver": False,  # each worker has an environment of its own
+                },
             )
         finally:
             ray_services.ConsolePopen = popen  # type: ignore[misc]

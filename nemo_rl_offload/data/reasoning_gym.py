@@ -7,12 +7,6 @@ from typing import Any
 
 from nemo_rl_offload.errors import DataError, nearest
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", SyntaxWarning)  # of cellpylib, at its first compilation
-    import reasoning_gym
-    from reasoning_gym.composite import DatasetSpec
-    from reasoning_gym.factory import DATASETS
-
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
@@ -49,7 +43,15 @@ class ReasoningGymProblems:
 
 
 def create_dataset(task: str, params: Mapping[str, object], seed: int, size: int) -> Any:
-    """Return reasoning-gym's dataset object; the errors of ``ReasoningGymProblems``."""
+    """Return reasoning-gym's dataset object; the errors of ``ReasoningGymProblems``.
+
+    The library is imported here: it takes seconds, and a run on files does without.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # of cellpylib, at its first compilation
+        import reasoning_gym
+        from reasoning_gym.composite import DatasetSpec
+        from reasoning_gym.factory import DATASETS
     if task not in DATASETS:
         raise DataError(
             f"env.reasoning_gym.task: reasoning-gym has no task '{task}'.{nearest(task, DATASETS)} "

@@ -196,6 +196,14 @@ def test_killed_rank_is_one_error(cluster: VirtualCluster) -> None:
     assert eventually(lambda: not any(map(is_running, pids)))
 
 
+@pytest.mark.usefixtures("cluster")
+def test_of_ray_what_a_run_needs_is_started() -> None:
+    """Not what grows a cluster, nor what prints the workers' output; and no worker that nobody has asked for."""
+    words = [" ".join(each.cmdline()) for each in psutil.Process().children(recursive=True) if is_running(each.pid)]
+    assert any("/raylet " in line for line in words)
+    assert [line for line in words if "monitor.py" in line or line.startswith("ray::IDLE")] == []
+
+
 def test_too_few_nodes(cluster: VirtualCluster) -> None:
     with pytest.raises(ResourceError, match="7 node"):
         VirtualCluster(num_nodes=7, gpus_per_node=1)
