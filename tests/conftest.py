@@ -30,7 +30,8 @@ if find_spec("transformer_engine"):  # before a test imports Megatron
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cases", type=float, default=1.0, metavar="SHARE", help="run this share of each `sampled` test")
-    parser.addoption("--cases-seed", default="", metavar="TEXT", help="what the share is drawn by")
+    parser.addoption("--slow", type=float, default=1.0, metavar="SHARE", help="and of other slow tests")
+    parser.addoption("--cases-seed", default="", metavar="TEXT", help="what the shares are drawn by")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -38,7 +39,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave `sampled(N)` tests N plain cases, spread over their table; the others are slow. Draw the share of the slow.
 
     Cases are drawn by what stands in their brackets, so that tests of one table share cases, and what these set up.
-    Tests without cases are one table together.
+    Other slow tests are drawn by file, the `sampled` ones of all files together. At least one of each is run.
     """
     tables: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
@@ -51,19 +52,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if index not in plain:
                 item.add_marker(pytest.mark.slow)
 
-    share, seed = config.getoption("--cases"), config.getoption("--cases-seed")
+    seed = config.getoption("--cases-seed")
     cases: dict[str, dict[str, pytest.Item]] = defaultdict(dict)
+    others: dict[str, dict[str, pytest.Item]] = defaultdict(dict)
     for item in items:
-        if item.get_closest_marker("sampled") and item.get_closest_marker("slow"):
-            test, bracket, case = item.nodeid.partition("[")
-            cases[test if bracket else ""][case if bracket else test] = item
-    left_out = set()
-    for of_test in cases.values():
-        drawn = sorted(of_test, key=lambda case: hashlib.sha256(f"{seed} {case}".encode()).digest())
-        left_out.update(of_test[case] for case in drawn[math.ceil(share * len(drawn)) :])
+        test, bracket, case = item.nodeid.partition("[")
+        if not item.get_closest_marker("slow"):
+            continue
+        is_sampled = item.get_closest_marker("sampled") is not None
+        if is_sampled and bracket:
+            cases[test][case] = item
+        else:
+            others["" if is_sampled else test.partition("::")[0]][item.nodeid] = item
+    left_out = {
+        *_not_drawn(cases, config.getoption("--cases"), seed),
+        *_not_drawn(others, config.getoption("--slow"), seed),
+    }
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
+
+
+def _not_drawn(tables: dict[str, dict[str, pytest.Item]], share: float, seed: str) -> Iterator[pytest.Item]:
+    for table in tables.values():
+        drawn = sorted(table, key=lambda name: hashlib.sha256(f"{seed} {name}".encode()).digest())
+        yield from (table[name] for name in drawn[math.ceil(share * len(drawn)) :])
 
 
 @pytest.hookimpl(wrapper=True)

@@ -49,7 +49,7 @@ from nemo_rl_offload.runs.run_directory import CONFIG_FILE, POLICY, Checkpoints,
 
 MODEL = PROJECT_ROOT / "examples/models/tiny_speller"
 CONFIG = PROJECT_ROOT / "examples/configs/sft_tiny.yaml"
-MAX_SECONDS = 5
+MAX_SECONDS = 60
 GADGETS = (
     *("os.system", "posix.system", "nt.system", "os.popen", "subprocess.Popen", "subprocess.call", "pty.spawn"),
     *("builtins.exec", "builtins.eval", "builtins.open", "builtins.getattr", "builtins.__import__", "builtins.print"),

@@ -44,7 +44,6 @@ from nemo_rl_offload.adapters.torch_modules import offload_activations
 from nemo_rl_offload.offload.engine import OffloadEngine
 from nemo_rl_offload.offload.memory_budget import MemoryBudgetController
 
-HANG_SECONDS = 120
 PACKAGE = str(Path(inspect.getfile(OffloadEngine)).parents[1])
 TOOL = 4
 POP_EXCEPT = dis.opmap["POP_EXCEPT"]
@@ -437,14 +436,14 @@ class Attack:
 
 def attack(name: str, cases: int, seed: int, every: bool = False) -> tuple[list[str], Counter[str]]:
     """What was found wrong, and how often something was done."""
-    faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
+    faulthandler.dump_traceback_later(PATIENCE_S, exit=True)
     chance = random.Random(seed)
     faults: list[str] = []
     with monitoring() as interrupter:
         target = Attack(name, chance, interrupter)
         places = range(1, target.num_instructions + 1) if every else None
         for case in range(len(places) if places else cases):
-            faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
+            faulthandler.dump_traceback_later(PATIENCE_S, exit=True)
             if places or case % 4 < 2:
                 faults += target.at_instruction(places[case] if places else chance.randint(1, target.num_instructions))
             else:

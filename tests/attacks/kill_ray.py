@@ -22,9 +22,6 @@ from patience import PATIENCE_S
 from test_grpo_run import start_run, wait_for, wait_until_gone
 
 NAMES = ("gcs_server", "raylet")
-START_END_S = 20.0
-END_S = 60.0
-"""From the last kill to the end of the run, of which Ray gave itself 60 s before it said anything."""
 
 
 def faults_of(run_dir: Path, first: str, second: str, after_s: float) -> list[str]:
@@ -42,9 +39,7 @@ def faults_of(run_dir: Path, first: str, second: str, after_s: float) -> list[st
         last = _last_step(run_dir)
         (daemon,) = (child for child in psutil.Process(process.pid).children() if name in child.name())
         os.kill(daemon.pid, signal.SIGKILL)
-        killed_s = time.monotonic()
     _, errors = process.communicate(timeout=PATIENCE_S)
-    took_s = time.monotonic() - killed_s
     wait_until_gone(str(run_dir))
     said = f"Ray's process {second} (pid {daemon.pid}), which all workers depend on, was killed by signal 9."
     resumed = [int(step) for step in re.findall(r"Resuming from \S*step_(\d+)", errors)]
@@ -57,7 +52,6 @@ def faults_of(run_dir: Path, first: str, second: str, after_s: float) -> list[st
         "no restart": f"Ray's process {first} " in errors and len(resumed) == 1,
         "a lost checkpoint": _last_step(run_dir) >= last,
         "no error.log": log.exists() and said in log.read_text(),
-        f"{took_s:.0f} s until the end": took_s < END_S,
     }
     return [f"{fault}: {errors}" for fault, holds in checks.items() if not holds]
 
@@ -71,9 +65,7 @@ def faults_of_start(run_dir: Path, name: str, after_s: float) -> list[str]:
         time.sleep(0.01)
     time.sleep(after_s)
     os.kill(daemons[0], signal.SIGKILL)
-    killed_s = time.monotonic()
     _, errors = process.communicate(timeout=PATIENCE_S)
-    took_s = time.monotonic() - killed_s
     wait_until_gone(str(run_dir))
     if "Loading the model on 1 cpu worker(s)" in errors:
         return []  # it was up before
@@ -83,7 +75,6 @@ def faults_of_start(run_dir: Path, name: str, after_s: float) -> list[str]:
         in errors,
         "text of Ray": "Traceback" not in errors and "rpc_client" not in errors,
         "no error.log": (run_dir / "error.log").exists(),
-        f"{took_s:.0f} s until the end": took_s < START_END_S,
     }
     return [f"{name} after {after_s} s: {fault}: {errors}" for fault, holds in checks.items() if not holds]
 

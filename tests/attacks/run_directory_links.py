@@ -41,7 +41,7 @@ SMALL = (
 )
 KINDS = ("link", "link to nowhere", "pipe", "hard link")
 SECRET = "secret of somebody else"
-LONGEST_S = 20
+LONGEST_S = 120
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 
 

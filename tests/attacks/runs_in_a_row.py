@@ -21,6 +21,10 @@ from pathlib import Path
 
 import psutil
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "functional"))
+
+from patience import PATIENCE_S
+
 from nemo_rl_offload.cli.command_line import main as command
 
 SMALL = (
@@ -38,7 +42,6 @@ NUM_FIRST = 1
 MEMORY_BYTES, MEMORY_PER_RUN_BYTES = 12 << 20, 4 << 20
 LEFT_BY_RAY = {"sockets": 3, "threads of libraries": 2}
 """After each run."""
-SETTLES_S = 30.0
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -65,7 +68,7 @@ def _file_of(descriptor: str) -> str:
 
 def settled(temporary: Path, limits: Mapping[str, int]) -> dict[str, int]:
     """What this process has, once that is no more than `limits`, or after a while."""
-    end_s = time.monotonic() + SETTLES_S
+    end_s = time.monotonic() + PATIENCE_S
     while any((found := held(temporary))[name] > limit for name, limit in limits.items()):
         if time.monotonic() > end_s:
             break

@@ -241,6 +241,7 @@ def test_workers_of_a_lost_node_go_on_another(cluster: VirtualCluster, monkeypat
         nodes.shutdown()
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 def test_a_joined_cluster_that_loses_its_head(cluster: VirtualCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray itself would end this process, after a minute."""

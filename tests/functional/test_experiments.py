@@ -21,6 +21,7 @@ def run(folder: Path, script: str, *options: str) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
+@pytest.mark.sampled
 def test_e1_changes_no_bit(tmp_path: Path) -> None:
     results = run(tmp_path, "deepseek_layers", "--layers", "1", "--rounds", "1", "--inflight", "1", "1.5")
     assert [result["max_inflight_bytes"] for result in results] == [3 << 29, 1 << 30]
@@ -47,12 +48,14 @@ def test_e2_compares_variants_that_change_no_bit(tmp_path: Path) -> None:
     assert variants["ours: all"]["medians"]["bytes_out"] > variants["ours: full recompute"]["medians"]["bytes_out"]
 
 
+@pytest.mark.sampled
 def test_e2_takes_the_variants_that_are_named_and_other_algorithms(tmp_path: Path) -> None:
     (result,) = run(tmp_path, "dense_rl", "--algorithm", "sft", "--variant", "ours: norms", "--rounds", "1")
     assert [each["name"] for each in result["variants"]] == ["nothing", "ours: norms"]
     assert all(each["bit_identical"] for each in result["variants"])
 
 
+@pytest.mark.sampled
 def test_e2_runs_what_plan_chooses_for_another_result(tmp_path: Path) -> None:
     earlier = PROJECT_ROOT / "benchmarks/results/nvidia-h200/dense_grpo_8192_torch.json"
     options = ("--variant", "ours: norms", "--rounds", "1", "--planned", str(earlier))
@@ -65,6 +68,7 @@ def test_e2_runs_what_plan_chooses_for_another_result(tmp_path: Path) -> None:
         assert each["keys"]["offload_modules"] == each["offload_modules"]
 
 
+@pytest.mark.sampled
 def test_e3_takes_the_same_steps_with_and_without(tmp_path: Path) -> None:
     (result,) = run(tmp_path, "rl_reality", "--steps", "4", "--layers", "1")
     plain, ours = result["variants"]
@@ -77,6 +81,7 @@ def test_e3_takes_the_same_steps_with_and_without(tmp_path: Path) -> None:
     assert ours["figures"]["largest_steps_own_host_bytes"] > 0
 
 
+@pytest.mark.sampled
 def test_e4_tries_sequences_with_the_optimizer_on_the_host(tmp_path: Path) -> None:
     (result,) = run(tmp_path, "reach", "--optimizer", "host", "--tries", '[["recompute: full", 32], ["ours: all", 64]]')
     assert result["experiment"] == "whole_model"
@@ -100,6 +105,7 @@ def test_e4_ends_where_a_cpu_is_taken_to_be_full(tmp_path: Path, monkeypatch: py
     assert (again["commit"], measured_at) == ("second", {"first"})
 
 
+@pytest.mark.sampled
 def test_a_profile_has_traces_and_lanes(tmp_path: Path) -> None:
     (result,) = run(tmp_path, "profile_step", "--layers", "1")
     assert [step["name"] for step in result["steps"]] == ["nothing", "ours: core_attn"]

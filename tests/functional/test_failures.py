@@ -74,6 +74,7 @@ def test_a_cluster_that_is_too_small(ray_running: VirtualCluster, fail: Fail) ->
     assert "The Ray cluster is too small for cluster.num_nodes=2" in fail("cluster.num_nodes=2")
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 def test_a_busy_cluster(ray_running: VirtualCluster, fail: Fail, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(virtual_cluster, "PLACEMENT_TIMEOUT_S", 1)
@@ -103,6 +104,7 @@ def test_damaged_weights(ray_running: VirtualCluster, copied_model: Path, fail: 
     assert not (tmp_path / "run").exists(), "nothing has begun"
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 def test_a_full_disk_leaves_the_earlier_checkpoint(ray_running: VirtualCluster, fail: Fail, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
@@ -165,6 +167,7 @@ sys.exit("an alarm is set" if signal.alarm(0) else code)
 """
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 def test_sigterm_that_meets_rays_native_part(tmp_path: Path) -> None:
     """Its handler sets an alarm that aborts the process 3 s later, which may take longer to end."""
@@ -203,6 +206,7 @@ sys.exit(cli.main(["doctor"]))
 """
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 def test_sigterm_again_and_again_while_ray_ends() -> None:
     """Half ended, Ray ends the process with code 1; and it sets SIGTERM to its default, which is 143: for 0.2 ms, which

@@ -10,6 +10,7 @@ pytestmark = pytest.mark.slow
 NUM_STEPS = 6
 
 
+@pytest.mark.sampled
 def test_killed_runs_end_as_the_whole_run_does(tmp_path: Path) -> None:
     whole_run(tmp_path / "whole", NUM_STEPS)
     for name, kill in (("workers", kill_workers), ("drivers", kill_drivers)):

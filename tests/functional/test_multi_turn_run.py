@@ -49,6 +49,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return f"data.train.path={train}", f"data.validation.path={validation}"
 
 
+@pytest.mark.sampled
 def test_a_run_of_two_turns(files: tuple[str, str], tmp_path: Path) -> None:
     done = run(tmp_path, *files, *FUNCTION, *PACKED, "grpo.max_rollout_turns=2", "policy.logprob_chunk_size=32")
     assert done.returncode == 0, done.stderr
@@ -67,6 +68,7 @@ def test_a_run_of_two_turns(files: tuple[str, str], tmp_path: Path) -> None:
     assert len({metrics["grad_norm"] for metrics in train}) == 3
 
 
+@pytest.mark.sampled
 def test_a_mistake_in_the_function_ends_the_run(files: tuple[str, str], tmp_path: Path) -> None:
     done = run(tmp_path, *files, *FUNCTION, "env.function.path=operator:truth")
     assert done.returncode == 2, done.stderr
@@ -74,6 +76,7 @@ def test_a_mistake_in_the_function_ends_the_run(files: tuple[str, str], tmp_path
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.sampled
 def test_a_run_on_mathematics(tmp_path: Path) -> None:
     lines = [json.dumps({"problem": f"{n} + {n} =", "answer": 2 * n}) for n in range(12)]
     (tmp_path / "problems.jsonl").write_text("\n".join(lines))

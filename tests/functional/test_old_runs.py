@@ -54,6 +54,7 @@ def measured(run_dir: Path) -> dict[tuple[int, str], dict[str, Any]]:
     }
 
 
+@pytest.mark.sampled
 def test_an_interrupted_run_goes_on(old: Path) -> None:
     done = command(old, "run", "sft", "--config", "sft.yaml", "--run-dir", "interrupted")
     assert done.returncode == 0, done.stderr

@@ -213,6 +213,7 @@ def worth_themselves(path: Path) -> list[bool]:
     return [torch.equal(again[name], weight) for name, weight in weights.items() if joined(name)]
 
 
+@pytest.mark.sampled
 def test_a_whole_run_hands_on_quantized_weights(tmp_path: Path) -> None:
     """What is exported is what the responses came from, and probabilities of generation are those of training."""
     run_dir, out = tmp_path / "run", tmp_path / "exported"

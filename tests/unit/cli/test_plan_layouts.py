@@ -236,6 +236,7 @@ def _options(*words: str) -> Any:
     return build_parser().parse_args(["plan", SFT, "--gpu", "h100-80gb", *words])
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", ["24GiB", "79GiB"])
 def test_the_best_is_as_good_as_that_of_all(memory: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,6 +39,7 @@ def test_contradictory_keys_never_end_in_another_error(tiny: Tiny, changes: dict
     check_changed(tiny, changes)
 
 
+@pytest.mark.sampled
 @MANY
 @given(data=st.data())
 @settings(max_examples=1500, deadline=None)
@@ -46,6 +47,7 @@ def test_many_mutated_configurations(tiny: Tiny, data: st.DataObject) -> None:
     check_mutated(tiny, data)
 
 
+@pytest.mark.sampled
 @MANY
 @given(changes=megatron_changes())
 @settings(max_examples=1500, deadline=None)

@@ -104,6 +104,7 @@ NOT_EQUAL = (
 )
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 def test_hard_answers(make_pool: Callable[..., EnvironmentPool]) -> None:
     """Each has its score, whatever came before it, and all of them within their limits."""

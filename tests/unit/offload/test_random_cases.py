@@ -58,6 +58,7 @@ def test_a_plan_that_is_kept_says_what_a_new_one_would(monkeypatch: pytest.Monke
     assert num_kept > 100
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 def test_no_fault_is_found_in_a_thousand() -> None:
     assert faults(range(1000)) == []

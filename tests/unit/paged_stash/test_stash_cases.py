@@ -34,6 +34,7 @@ def test_kernels_do_what_the_reference_does() -> None:
     assert min(seen[name] for name in ("overflow", "spill", "all rows live", "full", "1F1B", "interleaved")) > 0
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 def test_five_hundred_random_cases() -> None:
     wrong, seen = run_cases(range(500))

@@ -33,6 +33,7 @@ def test_no_plan_contradicts_itself() -> None:
     assert wrong == []
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 def test_ten_plans_do_not_contradict_themselves() -> None:
     wrong, seen = run_cases(range(7, 17))
