@@ -1,6 +1,7 @@
 """What `check` finds in data of this machine: whatever the run would end with, and nothing where it would not."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,19 @@ def test_what_a_run_would_end_with(
     found = look(config, records, *overrides)
     assert found.config is None
     assert any(problem.path.startswith(path) and text in str(problem) for problem in found.problems), found.problems
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(look: Look, tmp_path: Path) -> None:
+    ours, other = PROJECT_ROOT / "examples/models/tiny_speller", tmp_path / "other"
+    shutil.copytree(ours, other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    for teacher, refused in ((other, 1), (ours, 0)):
+        found = look(CONFIGS / "distillation_tiny.yaml", PROBLEMS, *MATH, f"teacher.model_name={teacher}")
+        told = [str(each) for each in found.problems if "another vocabulary than the student's" in str(each)]
+        assert len(told) == len(found.problems) == refused, found.problems
 
 
 def test_a_template_that_is_none_is_told_once(look: Look) -> None:
