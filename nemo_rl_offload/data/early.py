@@ -36,7 +36,6 @@ def data_problems(config: MasterConfig, *, trains: bool = True) -> Iterator[str]
         return
     try:
         resolve_model_path(policy["model_name"])
-        teacher = resolve_model_path(str(config["teacher"]["model_name"])) if algorithm.needs_teacher else None
         tokenizer_folder = resolve_tokenizer_path(policy["tokenizer"]["name"])
         paths = {name: resolve_data_path(str(section["path"])) for name, section in named.items()}
         for text in filter(None, (data["prompt_file"], data["system_prompt_file"])):
@@ -57,7 +56,7 @@ def data_problems(config: MasterConfig, *, trains: bool = True) -> Iterator[str]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run says them
             tokenizer, end_ids = load_policy_tokenizer(policy, data["prompt_template"])
-            if teacher is not None and trains:
+            if algorithm.needs_teacher and trains and (teacher := _model_here(config["teacher"]["model_name"])):
                 check_teacher(tokenizer, tokenizer_folder, teacher)
             if algorithm.generates:
                 training, _ = prompt_sets(prompt_data(config), config["env"]["reasoning_gym"], tokenizer, seed)
@@ -67,3 +66,11 @@ def data_problems(config: MasterConfig, *, trains: bool = True) -> Iterator[str]
                 sample_sets(config, tokenizer, end_ids, seed)
     except (ConfigError, DataError) as error:
         yield str(error)
+
+
+def _model_here(name: str | None) -> Path | None:
+    """The model's folder, where it is on this machine."""
+    try:
+        return resolve_model_path(str(name))
+    except ConfigError:
+        return None

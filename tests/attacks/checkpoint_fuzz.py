@@ -581,7 +581,9 @@ def run_exports(root: Path, numbers: range, seed: int) -> tuple[Counter[str], li
         out = root / f"exported{number}"
         command = [sys.executable, "-m", "nemo_rl_offload.cli", "export", str(fuzz.run_dir / "step_2"), str(out)]
         environment = {**os.environ, "PYTHONPATH": str(PROJECT_ROOT), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=PATIENCE_S / 4, env=environment, check=False
+        )
         errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
         is_refused = done.returncode == 2 and len(errors) == 1 and not out.exists() and "Traceback" not in done.stderr
         seen[f"export: {'refused' if is_refused else 'done'}"] += 1

@@ -290,7 +290,7 @@ def is_free(lock: Any) -> bool:
     got = []
 
     def take() -> None:
-        if lock.acquire(timeout=PATIENCE_S):
+        if lock.acquire(timeout=PATIENCE_S / 10):
             got.append(True)
             lock.release()
 

@@ -139,8 +139,14 @@ def steps(run_dir: Path) -> list[list[float]]:
 
 def wait_for(path: Path, process: "subprocess.Popen[str]") -> None:
     """Wait until a run has written something."""
-    assert eventually(lambda: path.exists() or process.poll() is not None), path
-    assert process.poll() is None, process.communicate()[0]
+
+    def is_written() -> bool:
+        if path.exists():
+            return True
+        assert process.poll() is None, process.communicate()[0]
+        return False
+
+    assert eventually(is_written), path
 
 
 def on_several_nodes(nodes: Nodes, folder: Path) -> dict[str, Any]:

@@ -5,11 +5,12 @@ import re
 import signal
 import time
 from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
 
 import psutil
 import pytest
 from cpu_processes import cpu_cluster, without_gpus
-from patience import eventually, is_running
+from patience import PATIENCE_S, eventually, is_running
 from ray.cluster_utils import Cluster
 
 from nemo_rl_offload.cluster import head
@@ -49,8 +50,23 @@ class GlooWorker:
         self.total(1.0)
 
 
+HANG_S = 10 * PATIENCE_S
+
+
+def below_this_process() -> dict[int, str]:
+    """Command lines by process."""
+    found = {}
+    for each in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it ends
+            found[each.pid] = " ".join(each.cmdline())
+    return found
+
+
 class TellingWorker:
     """Yields what it is at; a rank that has nothing more to yield fails, dies or returns."""
+
+    def pid(self) -> int:
+        return os.getpid()
 
     def work(self, count: int, end: str) -> Generator[tuple[int, str], None, str]:
         for number in range(count):
@@ -60,7 +76,7 @@ class TellingWorker:
         if end == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         if end == "hang":
-            time.sleep(600)
+            time.sleep(HANG_S)
         return f"{end} {count}"
 
     def work_slowly(self, count: int) -> Generator[int, None, int]:
@@ -77,7 +93,7 @@ class HangingWorker:
     def die(self, rank: int) -> None:
         if os.environ["RANK"] == str(rank):
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(600)
+        time.sleep(HANG_S)
 
 
 class StoppingWorker:
@@ -93,7 +109,7 @@ class StoppingWorker:
     def stop(self, how: str) -> None:
         if how == "stops":
             os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(600 if how == "waits" else 0)
+        time.sleep(HANG_S if how == "waits" else 0)
 
 
 class UnpicklableError(Exception):
@@ -124,9 +140,10 @@ def test_what_ranks_tell_on_the_way_comes_in_order(cluster: VirtualCluster) -> N
 )
 def test_a_rank_that_fails_on_the_way_ends_the_others(cluster: VirtualCluster, end: str, message: str) -> None:
     group = WorkerGroup(cluster, TellingWorker)
-    told: list[int] = []
+    pids, told = group.run_all(TellingWorker.pid), list[int]()
     with pytest.raises(WorkerError, match=message):
         group.run_streamed(TellingWorker.work, [(1, "hang"), (2, end)], lambda rank, _: told.append(rank))
+    assert eventually(lambda: not any(map(is_running, pids)))
     assert end == "die" or sorted(told) == [0, 1, 1], "the dead may not have sent it"
 
 
@@ -199,9 +216,9 @@ def test_killed_rank_is_one_error(cluster: VirtualCluster) -> None:
 @pytest.mark.usefixtures("cluster")
 def test_of_ray_what_a_run_needs_is_started() -> None:
     """Not what grows a cluster, nor what prints the workers' output; and no worker that nobody has asked for."""
-    words = [" ".join(each.cmdline()) for each in psutil.Process().children(recursive=True) if is_running(each.pid)]
-    assert any("/raylet " in line for line in words)
-    assert [line for line in words if "monitor.py" in line or line.startswith("ray::IDLE")] == []
+    commands = below_this_process().values()
+    assert any("/raylet " in line for line in commands)
+    assert [line for line in commands if "monitor.py" in line or line.startswith("ray::IDLE")] == []
 
 
 def test_too_few_nodes(cluster: VirtualCluster) -> None:
@@ -211,8 +228,8 @@ def test_too_few_nodes(cluster: VirtualCluster) -> None:
 
 
 def test_shutdown_leaves_no_process(cluster: VirtualCluster) -> None:
-    processes = psutil.Process().children(recursive=True)  # other tests of this run may have left helpers of theirs
-    children = [each.pid for each in processes if re.search(r"ray::|/ray/", " ".join(each.cmdline()))]
+    # other tests of this run may have left helpers of theirs
+    children = [pid for pid, command in below_this_process().items() if re.search(r"ray::|/ray/", command)]
     assert children
     cluster.shutdown()
     assert eventually(lambda: not any(map(is_running, children)))

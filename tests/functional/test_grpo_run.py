@@ -68,8 +68,14 @@ def leftovers(mark: str) -> list[str]:
 
 def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str]) -> None:
     """Wait until `condition` holds, while the run goes on."""
-    assert eventually(lambda: condition() or process.poll() is not None, period_s=0.02)
-    assert process.poll() is None, process.communicate()
+
+    def holds() -> bool:
+        if condition():
+            return True
+        assert process.poll() is None, process.communicate()
+        return False
+
+    assert eventually(holds, period_s=0.02)
 
 
 def metrics(run_dir: Path) -> dict[tuple[int, str], dict[str, float]]:

@@ -1,4 +1,7 @@
-"""No test fails because the machine is busy: what is waited for may take as long as `patience.PATIENCE_S`."""
+"""No test fails because the machine is busy: what is waited for may take as long as `patience.PATIENCE_S`.
+
+Only the usual forms of short waits are found.
+"""
 
 import ast
 from collections.abc import Iterator

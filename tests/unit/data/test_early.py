@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nemo_rl_offload.cli.check import check_file, with_data
-from nemo_rl_offload.config.loader import PROJECT_ROOT
+from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.config.validation import Findings
 from nemo_rl_offload.data import early
 
@@ -65,6 +65,20 @@ def test_a_teacher_of_another_vocabulary_is_refused(look: Look, tmp_path: Path) 
         found = look(CONFIGS / "distillation_tiny.yaml", PROBLEMS, *MATH, f"teacher.model_name={teacher}")
         told = [str(each) for each in found.problems if "another vocabulary than the student's" in str(each)]
         assert len(told) == len(found.problems) == refused, found.problems
+
+
+def test_data_are_looked_at_where_the_teacher_is_elsewhere(look: Look) -> None:
+    found = look(CONFIGS / "distillation_tiny.yaml", [{"problem": 1}] * 70, *MATH, "teacher.model_name=not/here")
+    assert any("data.train: 70 record(s) cannot be used" in str(each) for each in found.problems), found.problems
+
+
+def test_an_evaluation_asks_no_teacher(tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"problem": 1}\n')
+    paths = [f"data.{name}.path={tmp_path / 'bad.jsonl'}" for name in ("train", "validation")]
+    overrides = [*MATH, *paths, "teacher.model_name=not/here"]
+    config: Any = load_config(CONFIGS / "distillation_tiny.yaml", overrides)
+    (told,) = early.data_problems(config, trains=False)
+    assert told.startswith("data.validation: 1 record(s) cannot be used")
 
 
 def test_a_template_that_is_none_is_told_once(look: Look) -> None:

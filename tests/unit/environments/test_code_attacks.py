@@ -363,5 +363,11 @@ def children_of(pid: int) -> set[int]:
 
 def wait_for[T](look: Callable[[], T], is_so: Callable[[T], bool]) -> T:
     """What is seen once it is as wanted."""
-    assert eventually(lambda: is_so(look())), look()
-    return look()
+    seen: list[T] = []
+
+    def holds() -> bool:
+        seen[:] = [look()]
+        return is_so(seen[0])
+
+    assert eventually(holds), seen
+    return seen[0]

@@ -1,7 +1,6 @@
 """Metrics of GPUs: this machine has none, so NVML's answers are made up where one is needed."""
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +8,7 @@ from typing import Any
 
 import pynvml
 import pytest
+from patience import eventually
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
@@ -48,14 +48,6 @@ def logger(run_dir: Path, **monitoring: float) -> MetricLogger:
     return MetricLogger(run_dir, section | {"gpu_monitoring": section["gpu_monitoring"] | monitoring}, {})
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    for _ in range(1000):
-        if condition():
-            return
-        time.sleep(0.01)
-    raise AssertionError("nothing came in 10 s")
-
-
 def test_samples_have_the_names_of_nemo_rl_and_are_handed_on_at_the_end(gpus: list[str]) -> None:
     found: list[gpu_monitor.Metrics] = []
     gpu_monitor.GpuMonitor(100.0, 100.0, found.append).close()
@@ -70,7 +62,7 @@ def test_they_are_metrics_of_the_last_step_and_of_a_second(gpus: list[str], tmp_
     with logger(tmp_path, collection_interval=0.01, flush_interval=0.01) as open_logger:
         for step in range(1, 200):
             open_logger.log({"loss": 1.0}, step, "train")
-        wait_until(lambda: (tmp_path / "metrics.jsonl").read_text().count('"prefix": "ray"') >= 3)
+        assert eventually(lambda: (tmp_path / "metrics.jsonl").read_text().count('"prefix": "ray"') >= 3)
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     sampled = [record for record in records if record["prefix"] == "ray"]
     assert {record["metrics"]["node.0.gpu.0.util"] for record in sampled} == {73}
@@ -115,6 +107,6 @@ def test_a_full_disk_is_met_by_the_steps_and_not_by_the_monitor(
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(open_logger._lines, "write", full)
-    wait_until(lambda: len(met) >= 2)
+    assert eventually(lambda: len(met) >= 2)
     open_logger.close()
     assert set(met) == {"ray"}
