@@ -6,7 +6,9 @@ its own workers on the same slots, since it may have another architecture; swapp
 would take only a twin. On GPUs its weights wait in host memory while the student generates and trains.
 """
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,10 +26,11 @@ from nemo_rl_offload.batching.batch import Batch
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
 from nemo_rl_offload.config.loader import resolve_model_path, resolve_tokenizer_path
 from nemo_rl_offload.config.schema import MasterConfig, PolicyConfig
-from nemo_rl_offload.data.policy_tokenizer import check_teacher, load_policy_tokenizer, of_the_teacher, response_ends
+from nemo_rl_offload.data.policy_tokenizer import check_vocabulary, load_policy_tokenizer, response_ends
 from nemo_rl_offload.data.prompts import Prompt, TrainingPrompts, prompt_data, prompt_sets
-from nemo_rl_offload.data.tokenizer import Tokenizer
+from nemo_rl_offload.data.tokenizer import Tokenizer, load_tokenizer
 from nemo_rl_offload.environments.pool import EnvironmentPool, make_environment
+from nemo_rl_offload.errors import ConfigError, DataError
 from nemo_rl_offload.policy.driver import Policy
 from nemo_rl_offload.policy.interface import PolicyInterface
 from nemo_rl_offload.policy.model_workers import without_offloading
@@ -109,13 +112,30 @@ def teacher_config(config: MasterConfig) -> PolicyConfig:
     return {**merged, "generation": {**merged["generation"], "backend": "megatron"}}  # type: ignore[typeddict-item]
 
 
+@contextmanager
+def _of_the_teacher() -> Iterator[None]:
+    """Faults of the teacher's folder, which a policy's are told as, name its own key."""
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        told = re.sub(r"^policy\.(model_name|tokenizer\.name):", "teacher.model_name:", str(error), flags=re.MULTILINE)
+        raise type(error)(told) from error
+
+
 def run_distillation(config: MasterConfig, run_dir: Path, say: Say, progress_stream: TextIO | None) -> Summary:
     """Distill as `config` says; arguments, result and errors as in `run_loop`."""
     section, policy_config, teacher_policy = config["distillation"], config["policy"], teacher_config(config)
     tokenizer, end_ids = load_policy_tokenizer(policy_config, config["data"]["prompt_template"])
     ends = response_ends(policy_config, tokenizer, end_ids)
     teacher_path = resolve_model_path(teacher_policy["model_name"])
-    check_teacher(tokenizer, resolve_tokenizer_path(policy_config["tokenizer"]["name"]), teacher_path)
+    with _of_the_teacher():
+        teacher_tokenizer = load_tokenizer(teacher_path)
+    if teacher_tokenizer.get_vocab() != tokenizer.get_vocab():
+        raise ConfigError(
+            f"teacher.model_name: the tokenizer in {teacher_path} has another vocabulary than the student's. "
+            "Choose a teacher of the same family."
+        )
+    check_vocabulary(tokenizer, resolve_tokenizer_path(policy_config["tokenizer"]["name"]), teacher_path)
     with waiting(say, "Preparing problems"):
         prompts = prompt_sets(prompt_data(config), config["env"]["reasoning_gym"], tokenizer, section["seed"])
         prompts[0].check()
@@ -124,7 +144,7 @@ def run_distillation(config: MasterConfig, run_dir: Path, say: Say, progress_str
         environment = make_environment(config, run_dir)
         shared: dict[str, Any] = {"seed": section["seed"], "keep_reference": False}
         slots, generation_slots = training_and_generation_slots(cluster, policy_config)
-        with of_the_teacher():
+        with _of_the_teacher():
             teacher = Policy(slots, teacher_policy, teacher_path, ends.ids, num_steps=None, **shared)
         teacher.leave_device()
         student_path = resolve_model_path(policy_config["model_name"])

@@ -11,7 +11,7 @@ from typing import Any
 from nemo_rl_offload.config.algorithms import ALGORITHMS
 from nemo_rl_offload.config.loader import resolve_data_path, resolve_model_path, resolve_tokenizer_path
 from nemo_rl_offload.config.schema import MasterConfig
-from nemo_rl_offload.data.policy_tokenizer import check_teacher, load_policy_tokenizer
+from nemo_rl_offload.data.policy_tokenizer import load_policy_tokenizer
 from nemo_rl_offload.data.prompts import prompt_data, prompt_sets
 from nemo_rl_offload.data.records import files_of
 from nemo_rl_offload.data.samples import sample_sets
@@ -27,7 +27,7 @@ def data_problems(config: MasterConfig, *, trains: bool = True) -> Iterator[str]
 
     Without ``trains`` it is an evaluation's, which takes no problem to train on.
     """
-    data, policy, algorithm = config["data"], config["policy"], ALGORITHMS[config["algorithm"]]
+    data, policy = config["data"], config["policy"]
     sections: dict[str, Any] = {"data.train": data["train"], "data.validation": data["validation"]}
     for name, section in list(sections.items()):
         sections |= {f"{name}.further.{number}": each for number, each in enumerate(section["further"])}
@@ -36,7 +36,7 @@ def data_problems(config: MasterConfig, *, trains: bool = True) -> Iterator[str]
         return
     try:
         resolve_model_path(policy["model_name"])
-        tokenizer_folder = resolve_tokenizer_path(policy["tokenizer"]["name"])
+        resolve_tokenizer_path(policy["tokenizer"]["name"])
         paths = {name: resolve_data_path(str(section["path"])) for name, section in named.items()}
         for text in filter(None, (data["prompt_file"], data["system_prompt_file"])):
             resolve_data_path(text)
@@ -56,9 +56,7 @@ def data_problems(config: MasterConfig, *, trains: bool = True) -> Iterator[str]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run says them
             tokenizer, end_ids = load_policy_tokenizer(policy, data["prompt_template"])
-            if algorithm.needs_teacher and trains and (teacher := _model_here(config["teacher"]["model_name"])):
-                check_teacher(tokenizer, tokenizer_folder, teacher)
-            if algorithm.generates:
+            if ALGORITHMS[config["algorithm"]].generates:
                 training, _ = prompt_sets(prompt_data(config), config["env"]["reasoning_gym"], tokenizer, seed)
                 if trains:
                     training.check()
@@ -66,11 +64,3 @@ def data_problems(config: MasterConfig, *, trains: bool = True) -> Iterator[str]
                 sample_sets(config, tokenizer, end_ids, seed)
     except (ConfigError, DataError) as error:
         yield str(error)
-
-
-def _model_here(name: str | None) -> Path | None:
-    """The model's folder, where it is on this machine."""
-    try:
-        return resolve_model_path(str(name))
-    except ConfigError:
-        return None

@@ -1,9 +1,6 @@
 """The tokenizer of a run, as the section `policy.tokenizer` sets it up, and which of its tokens end a turn."""
 
-import re
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -102,28 +99,3 @@ def check_vocabulary(tokenizer: Tokenizer, folder: Path, model: Path) -> None:
             f"{vocab_size} tokens ({key_in_file(file, 'vocab_size')} of its config.json). Take the model's own "
             "tokenizer, or remove the added tokens that the model does not have."
         )
-
-
-def check_teacher(tokenizer: Tokenizer, folder: Path, teacher: Path) -> None:
-    """Raise ConfigError or DataError where the teacher in its folder does not have the student's tokens.
-
-    ``folder`` is the student's tokenizer's.
-    """
-    with of_the_teacher():
-        own = load_tokenizer(teacher)
-    if own.get_vocab() != tokenizer.get_vocab():
-        raise ConfigError(
-            f"teacher.model_name: the tokenizer in {teacher} has another vocabulary than the student's. "
-            "Choose a teacher of the same family."
-        )
-    check_vocabulary(tokenizer, folder, teacher)
-
-
-@contextmanager
-def of_the_teacher() -> Iterator[None]:
-    """Faults of the teacher's folder, which a policy's are told as, name its own key."""
-    try:
-        yield
-    except (ConfigError, DataError) as error:
-        told = re.sub(r"^policy\.(model_name|tokenizer\.name):", "teacher.model_name:", str(error), flags=re.MULTILINE)
-        raise type(error)(told) from error
