@@ -3,7 +3,7 @@
     python tests/attacks/big_records.py [--megabytes 8] [--cases NAME ...]
 
 Each case is a data set with one huge record among small ones, read and encoded as a run does it, in a process whose
-memory and time are measured. The attack succeeds where a process takes more than `MAX_SECONDS` of a core, or
+memory and time are measured. The attack succeeds where a process takes more than `PATIENCE_S`, or
 `MAX_EXTRA_MB` over one without the huge record. That the same comes out as from all of the record is a unit test's.
 """
 
@@ -17,8 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-MAX_SECONDS, MAX_EXTRA_MB = 20, 600
-"""Loose, for a loaded machine: encoding 8 MB as a whole took 33 s and 1,700 MB."""
+sys.path.insert(0, str(Path(__file__).parents[1] / "functional"))
+
+from patience import PATIENCE_S
+
+MAX_EXTRA_MB = 600
+"""Encoding 8 MB as a whole took 1,700 MB."""
 MAX_LENGTH = 64
 SMALL = [{"prompt": f"say {n}", "completion": f"it is {n}"} for n in range(8)]
 
@@ -80,7 +84,7 @@ def measured(file: Path) -> dict[str, Any]:
         [sys.executable, "-c", _CHILD, str(file)],
         capture_output=True,
         text=True,
-        timeout=10 * MAX_SECONDS,
+        timeout=PATIENCE_S,
         env={**os.environ, "PYTHONPATH": path},
         check=False,
     )
@@ -107,8 +111,8 @@ def attack(names: list[str], num_bytes: int, folder: Path) -> list[str]:
             harm.append(f"{name}: {found['error']}")
             continue
         print(f"{name:12} {found['seconds']:6.1f} s {found['mb'] - base_mb:6} MB more  {found['counts']}")
-        if found["seconds"] > MAX_SECONDS or found["mb"] - base_mb > MAX_EXTRA_MB:
-            harm.append(f"{name}: {found['seconds']:.0f} s, {found['mb'] - base_mb} MB")
+        if found["mb"] - base_mb > MAX_EXTRA_MB:
+            harm.append(f"{name}: {found['mb'] - base_mb} MB")
     return harm
 
 

@@ -16,7 +16,6 @@ import pickle
 import random
 import resource
 import shutil
-import signal
 import stat
 import struct
 import subprocess
@@ -24,8 +23,8 @@ import sys
 import tempfile
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "functional"))
 
-from patience import PATIENCE_S
+from patience import PATIENCE_S, within_patience
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.errors import NemoRLOffloadError
@@ -49,7 +48,6 @@ from nemo_rl_offload.runs.run_directory import CONFIG_FILE, POLICY, Checkpoints,
 
 MODEL = PROJECT_ROOT / "examples/models/tiny_speller"
 CONFIG = PROJECT_ROOT / "examples/configs/sft_tiny.yaml"
-MAX_SECONDS = 60
 GADGETS = (
     *("os.system", "posix.system", "nt.system", "os.popen", "subprocess.Popen", "subprocess.call", "pty.spawn"),
     *("builtins.exec", "builtins.eval", "builtins.open", "builtins.getattr", "builtins.__import__", "builtins.print"),
@@ -519,27 +517,13 @@ def _train(model: MegatronModel, step: int) -> None:
     train_step(model, batch, NegativeLogLikelihood(), normalizers(batch), 2, LogitsHeadFactory(1.0))
 
 
-@contextmanager
-def time_limit() -> Iterator[None]:
-    def stop(*_: object) -> None:
-        raise TimeoutError(f"more than {MAX_SECONDS} s")
-
-    former = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, MAX_SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, former)
-
-
 def outcome_of(fuzz: Fuzz, number: int, seed: int) -> tuple[str, str]:
     """The name of a case, and `refused`, `same`, `other` or what is wrong."""
     fuzz.restore()
     name, is_other = fuzz.change(number, seed)
     before = fuzz.state_outside()
     try:
-        with time_limit():
+        with within_patience():
             result = "same" if fuzz.load() else "other"
     except NemoRLOffloadError as error:
         text = str(error)
@@ -581,9 +565,7 @@ def run_exports(root: Path, numbers: range, seed: int) -> tuple[Counter[str], li
         out = root / f"exported{number}"
         command = [sys.executable, "-m", "nemo_rl_offload.cli", "export", str(fuzz.run_dir / "step_2"), str(out)]
         environment = {**os.environ, "PYTHONPATH": str(PROJECT_ROOT), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=PATIENCE_S / 4, env=environment, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment, check=False)
         errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
         is_refused = done.returncode == 2 and len(errors) == 1 and not out.exists() and "Traceback" not in done.stderr
         seen[f"export: {'refused' if is_refused else 'done'}"] += 1

@@ -1,7 +1,9 @@
 """Drivers that are killed at any moment: what of their run lives on, and what stays on the disk.
 
 `python tests/attacks/kill_drivers.py --cases 12 --seed 0` starts runs, kills each driver with SIGKILL after a random
-time, most of them while Ray starts, waits `GONE_S` for all processes of the run to end, and looks for folders of Ray.
+time, most of them while Ray starts, waits for all processes of the run to end, and looks for folders of Ray. It waits
+as long as the driver took to come to Ray's start, about 10 s: of three runs without the watchdog, two had processes
+then, and none after 20 s.
 """
 
 import argparse
@@ -18,25 +20,23 @@ from test_grpo_run import leftovers, start_run
 
 from nemo_rl_offload.cluster.private_ray import NUM_KEPT, PREFIX
 
-GONE_S = 10.0
-"""Of three runs without the watchdog, two have processes after 10 s, and none after 20: longer would show nothing."""
-
 
 def survivors(run_dir: Path, after_s: float) -> list[str]:
     """Start a run, kill its driver so long after Ray's folder was made, and return what is left of its processes."""
-    mark, before = str(run_dir), folders()
+    mark, before, begin_s = str(run_dir), folders(), time.monotonic()
     process = start_run(run_dir, mark=mark)
     try:
         while not folders() - before:
             assert process.poll() is None, process.communicate()
             time.sleep(0.01)
+        start_s = time.monotonic() - begin_s
         time.sleep(after_s)
         processes = len(leftovers(mark))
     finally:
         process.kill()
         process.communicate()
     assert processes > 1, "nothing was there that could stay"
-    end_s = time.monotonic() + GONE_S
+    end_s = time.monotonic() + start_s
     while (left := leftovers(mark)) and time.monotonic() < end_s:
         time.sleep(0.2)
     return left

@@ -13,15 +13,16 @@ import io
 import os
 import random
 import shutil
-import signal
 import sys
 import tempfile
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "functional"))
+
 import pytest
+from patience import OverdueError, within_patience
 
 from nemo_rl_offload.cli import command_line
 from nemo_rl_offload.cli.command_line import main as command
@@ -41,7 +42,6 @@ SMALL = (
 )
 KINDS = ("link", "link to nowhere", "pipe", "hard link")
 SECRET = "secret of somebody else"
-LONGEST_S = 120
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 
 
@@ -72,24 +72,6 @@ def _command(*arguments: str) -> tuple[int, str]:
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         code = command(arguments)
     return code, output.getvalue()
-
-
-class _WaitedError(Exception):
-    pass
-
-
-@contextlib.contextmanager
-def _limited() -> Iterator[None]:
-    def end(*_: object) -> None:
-        raise _WaitedError
-
-    previous = signal.signal(signal.SIGALRM, end)
-    signal.alarm(LONGEST_S)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, previous)
 
 
 def plant(run_dir: Path, name: str, kind: str, victims: Path, *, secret: bool = False) -> None:
@@ -149,9 +131,9 @@ def attack(work: Path, num_cases: int | None, rng: random.Random) -> tuple[int, 
         plant(run_dir, name, kind, victims, secret=use == "report")
         before, case = state_of(victims), f"{use}, {kind} at {name}"
         try:
-            with _limited():
+            with within_patience():
                 enters, code, output = _use(use, run_dir)
-        except _WaitedError:
+        except OverdueError:
             wrong.append(f"{case}: waits")
             continue
         if state_of(victims) != before:

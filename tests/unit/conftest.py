@@ -1,11 +1,11 @@
 import copy
 import os
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+from patience import within_patience
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.offload import CudaBackend, HostBackend, OffloadEngine
@@ -15,15 +15,8 @@ from nemo_rl_offload.offload.backends.base import Backend, Block, Event
 @pytest.fixture
 def never_waits() -> Iterator[None]:
     """A test that waits, for a pipe's other end above all, fails."""
-
-    def fail(*_: object) -> None:
-        raise AssertionError("waits")
-
-    previous = signal.signal(signal.SIGALRM, fail)
-    signal.alarm(20)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, previous)
+    with within_patience():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -4,15 +4,18 @@ Only the usual forms of short waits are found.
 """
 
 import ast
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
-from patience import PATIENCE_S, eventually
+from patience import PATIENCE_S, OverdueError, eventually, within_patience
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT
 
 TESTS = PROJECT_ROOT / "tests"
-WAITING = {"wait", "join", "poll", "result", "acquire", "communicate"}
+WAITING = {"wait", "join", "poll", "result", "acquire", "communicate", "alarm"}
+CLOCKS = {"monotonic", "perf_counter", "process_time", "thread_time"}
 LOOK_S = 1.0
 """To see that something has not happened yet."""
 ALLOWED = {
@@ -27,7 +30,7 @@ def is_short(node: ast.expr) -> bool:
 
 
 def reads_clock(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "monotonic"
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CLOCKS
 
 
 def impatient(tree: ast.AST) -> Iterator[int]:
@@ -69,6 +72,8 @@ def test_no_test_depends_on_how_fast_the_machine_is() -> None:
         "deadline_s = time.monotonic() + 150",
         "assert time.monotonic() - start_s < 10",
         "assert pipe.poll(240)",
+        "signal.alarm(20)",
+        "assert time.process_time() - start_s < 2",
     ],
 )
 def test_lines_that_would(line: str) -> None:
@@ -81,3 +86,11 @@ def test_what_never_holds_is_told_in_the_end(monkeypatch: pytest.MonkeyPatch) ->
     looks = iter([0, [], 3])
     assert eventually(lambda: next(looks), period_s=0.001)
     assert not eventually(list, period_s=0.001)
+
+
+def test_what_hangs_is_ended_whatever_it_catches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("patience.PATIENCE_S", 0.05)
+    with pytest.raises(OverdueError), within_patience():
+        while True:
+            with suppress(Exception):
+                time.sleep(0.01)

@@ -1,10 +1,10 @@
 """Mathematical answers, by value and by text."""
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from patience import within_patience
 
 from nemo_rl_offload.environments.interface import Episode, Score
 from nemo_rl_offload.environments.mathematics import MathEnvironment
@@ -82,10 +82,9 @@ def test_what_thinking_is_can_be_said(comparison: Any) -> None:
 
 
 def test_thinking_is_found_in_no_time() -> None:
-    start_s = time.process_time()
-    assert without_thinking("<think>" * 100_000, "<think>", "</think>") == ""
-    assert without_thinking("</think>" * 100_000 + "2", "<think>", "</think>") == "2"
-    assert time.process_time() - start_s < 1
+    with within_patience():
+        assert without_thinking("<think>" * 1_000_000, "<think>", "</think>") == ""
+        assert without_thinking("</think>" * 1_000_000 + "2", "<think>", "</think>") == "2"
 
 
 @pytest.mark.parametrize(

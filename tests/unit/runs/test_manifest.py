@@ -3,13 +3,13 @@
 import json
 import os
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from patience import within_patience
 from run_folders import save, write
 
 from nemo_rl_offload.cli.command_line import main
@@ -41,10 +41,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def refused(folder: Path, message: str = "") -> str:
-    start = time.process_time()
-    with pytest.raises(CheckpointError) as caught:
+    with within_patience(), pytest.raises(CheckpointError) as caught:
         loop_state(read_checkpoint(folder))
-    assert time.process_time() - start < 1
     text = str(caught.value)
     assert text.startswith(f"{folder} is damaged: ")
     assert text.endswith(f" Remove {folder} to start again.")

@@ -1,13 +1,13 @@
 """Templates that would run for ever or fill the memory are stopped; others render as the plain sandbox does."""
 
 import resource
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from patience import within_patience
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.data.forms import BadRecordError
@@ -149,11 +149,10 @@ RUNAWAYS = {
 @pytest.mark.parametrize("template", RUNAWAYS.values(), ids=RUNAWAYS)
 def test_a_runaway_is_stopped(template: str) -> None:
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    begin = time.process_time()
-    variables_of(template)
-    with pytest.raises(RunawayTemplateError, match=r"chat_template: the template runs too long"):
-        render_chat(template, TALK, {}, prompt=True)
-    assert time.process_time() - begin < 10
+    with within_patience():
+        variables_of(template)
+        with pytest.raises(RunawayTemplateError, match=r"chat_template: the template runs too long"):
+            render_chat(template, TALK, {}, prompt=True)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 200 << 10
 
 

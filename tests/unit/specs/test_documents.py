@@ -2,10 +2,10 @@
 
 import ast
 import os
-import time
 from pathlib import Path
 
 import pytest
+from patience import within_patience
 
 from nemo_rl_offload.config.loader import load_config, read_config
 from nemo_rl_offload.errors import ConfigError
@@ -133,13 +133,11 @@ def test_a_file_is_plain_and_its_size_is_known_before_it_is_read(tmp_path: Path)
 )
 def test_yaml_that_is_refused(text: str, message: str, tmp_path: Path) -> None:
     path = write(tmp_path, text.encode())
-    begin = time.process_time()
-    with pytest.raises(DocumentError) as caught:
+    with within_patience(), pytest.raises(DocumentError) as caught:
         read_yaml(path)
     assert str(caught.value).startswith(f"{path}{message}")
-    with pytest.raises(ConfigError):
+    with within_patience(), pytest.raises(ConfigError):
         load_config(path)
-    assert time.process_time() - begin < 2
 
 
 def test_yaml_within_the_limits_is_read(tmp_path: Path) -> None:
@@ -189,11 +187,9 @@ def test_data_in_the_place_of_a_configuration(suffix: str, tmp_path: Path) -> No
 )
 def test_configurations_that_grow_without_bounds(text: str, message: str, tmp_path: Path) -> None:
     path = write(tmp_path, text.encode())
-    begin = time.process_time()
-    with pytest.raises(ConfigError, match=message) as caught:
+    with within_patience(), pytest.raises(ConfigError, match=message) as caught:
         load_config(path)
     assert str(caught.value).startswith(str(path)) or "cycle" in message
-    assert time.process_time() - begin < 4
     assert load_config(write(tmp_path, b"a: 1\nb: '${a}'\n")) == {"a": 1, "b": 1}, "OmegaConf is as it was"
 
 

@@ -3,13 +3,13 @@
 import json
 import os
 import struct
-import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from patience import within_patience
 from safetensors.torch import save_file
 
 from nemo_rl_offload.errors import ConfigError
@@ -67,10 +67,8 @@ HOSTILE = {
 
 def refused(folder: Path, start: str) -> str:
     tracemalloc.start()
-    begin = time.process_time()
-    with pytest.raises(ConfigError) as caught:
+    with within_patience(), pytest.raises(ConfigError) as caught:
         weight_files(folder, is_quantized=False)
-    assert time.process_time() - begin < 2
     assert tracemalloc.get_traced_memory()[1] < 2 * MAX_HEADER_BYTES
     tracemalloc.stop()
     text = str(caught.value)

@@ -8,7 +8,6 @@ import os
 import random
 import re
 import shlex
-import time
 from collections.abc import Iterator
 from functools import cache
 from itertools import islice
@@ -87,9 +86,7 @@ needs_recipes = pytest.mark.skipif(not recipes(), reason="NeMo-RL's recipes are 
 def test_a_recipe_passes_or_is_refused_by_a_feature(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_HOME", "PERSISTENT_CACHE"):  # of a cluster, which some recipes name
         monkeypatch.setenv(name, "/cache")
-    start = time.process_time()
     found = check_file(path, [])
-    assert time.process_time() - start < 3
     for problem in found.problems:
         if match := re.search(r"^(?:.* asks for )?(.+?), not supported here: ", problem.message):
             assert match[1] in FEATURES, problem

@@ -2,12 +2,12 @@
 
 import pickle
 import struct
-import time
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import within_patience
 
 from nemo_rl_offload.megatron.checkpoint.restricted_pickle import (
     ForbiddenNameError,
@@ -132,10 +132,8 @@ def test_a_table_says_what_is_made() -> None:
     ],
 )
 def test_nonsense_is_refused_at_once(program: bytes) -> None:
-    start = time.process_time()
-    with pytest.raises((UnreadableError, ForbiddenNameError)):
+    with within_patience(), pytest.raises((UnreadableError, ForbiddenNameError)):
         unpickle(program, {"a.Point": Record(Point, fill), "a.f": Function(lambda: 1)})
-    assert time.process_time() - start < 1
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
