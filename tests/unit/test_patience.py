@@ -90,7 +90,11 @@ def test_what_never_holds_is_told_in_the_end(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_hangs_is_ended_whatever_it_catches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("patience.PATIENCE_S", 0.05)
-    with pytest.raises(OverdueError), within_patience():
+
+    def hangs() -> None:
         while True:
             with suppress(Exception):
                 time.sleep(0.01)
+
+    with within_patience(), pytest.raises(OverdueError):
+        hangs()
