@@ -237,7 +237,10 @@ class _Reader:
         prompt, chosen, rejected = parse_preference(content)
         prompt = self._asked(prompt)
         tools = parse_tools(content)
-        return tuple(self._encoder([*prompt, *answer], len(prompt), tools) for answer in (chosen, rejected))
+        return tuple(
+            self._encoder([*prompt, *answer], len(prompt), tools, counts_given=answer is chosen)
+            for answer in (chosen, rejected)
+        )
 
     def _asked(self, messages: list[Message]) -> list[Message]:
         """The messages with the text of `data.prompt_file` around the first of a user."""

@@ -115,10 +115,18 @@ class ChatEncoder:
         self.always_elsewhere = texts is not None and not texts.prompt_opens_the_turn
         """Whether any turn begins otherwise than the generation prompt, which the check of the configuration says."""
 
-    def __call__(self, messages: Sequence[Message], num_given: int = 0, tools: Tools | None = None) -> Row:
+    def __call__(
+        self,
+        messages: Sequence[Message],
+        num_given: int = 0,
+        tools: Tools | None = None,
+        *,
+        counts_given: bool = True,
+    ) -> Row:
         """Encode a conversation; the assistant turns after its first ``num_given`` messages are learned.
 
-        ``tools`` are what the assistant may call, as the chat template takes them.
+        ``tools`` are what the assistant may call, as the chat template takes them. ``counts_given`` is false where the
+        given messages were counted before, with another answer.
 
         Raises:
             BadRecordError: the template does not fit the conversation.
@@ -132,7 +140,7 @@ class ChatEncoder:
         rest_is_learned = False
         before = 0
         for turn, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" and (counts_given or turn >= num_given):
                 self.counts.num_others += 1
                 self.counts.num_unheard += not _is_heard(chat.text, message["content"])
             if message["role"] != "assistant" or turn < num_given:

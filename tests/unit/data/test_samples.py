@@ -481,3 +481,13 @@ def test_tools_of_pairs_reach_the_template(tokenizer: Any, tiny: dict[str, Any],
     assert [tokenizer.decode(row.token_ids) for row in rows] == [
         f'<user>a?<assistant>{answer}[{{"name": "add"}}]<|im_end|>' for answer in answers
     ]
+
+
+def test_turns_of_a_prompt_with_two_answers_count_once(tokenizer: Any, tiny: dict[str, Any], tmp_path: Path) -> None:
+    """A prompt is written behind each of its answers: its turns were counted twice."""
+    template = "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content + eos_token }}{% endfor %}"
+    prompt = [{"role": "system", "content": "Be brief."}, QUESTION]
+    file = write(tmp_path / "a.jsonl", *[{"prompt": prompt, "chosen": [YES], "rejected": [NO]}] * 3)
+    config = configure(tiny, "dpo", file, prompt_template=None)
+    with pytest.warns(UserWarning, match=r"data\.train: the chat template leaves out or rewrites 3 of 6 turns"):
+        sample_sets(config, chatting(tokenizer, template), [256], seed=1)
