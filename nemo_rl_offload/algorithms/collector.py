@@ -27,6 +27,8 @@ class Collected:
     played: Rollout
     place: Mapping[str, int]
     """Of the data, after this step's prompts."""
+    num_passes: int
+    """Over the data, that are complete with this step's prompts."""
 
 
 class Collector:
@@ -39,15 +41,18 @@ class Collector:
         play: Callable[[int, list[Prompt]], Rollout],
         *,
         max_age: int,
+        max_passes: int | None,
         in_flight: bool,
     ) -> None:
-        """`play` lets a step's prompts be answered and scored, from any thread."""
+        """`play` lets a step's prompts be answered and scored, from any thread; after `max_passes` none are drawn."""
         self._data, self._num_prompts, self._play = data, num_prompts, play
-        self._max_age, self._in_flight = max_age, in_flight
+        self._max_age, self._max_passes, self._in_flight = max_age, max_passes, in_flight
         self._changed = threading.Condition()
         self._ahead: Lookahead[Collected] | None = None
         self._failure: Exception | None = None
         self._place: Mapping[str, int] | None = None
+        self.num_passes = 0
+        """Over the data, that are complete with the last step that was trained."""
 
     def state_dict(self) -> dict[str, int]:
         """The place in the data after the last step that was trained."""
@@ -56,7 +61,7 @@ class Collector:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on from there."""
         self._data.load_state_dict(state)
-        self._place = dict(state)
+        self._place, self.num_passes = dict(state), self._data.num_passes
 
     def take(self, step: int, last_step: int) -> tuple[Rollout, int, list[Rollout]]:
         """Wait for what was generated for the step; with its age in steps, and what waits for later ones.
@@ -72,7 +77,7 @@ class Collector:
         self._wait(lambda: ahead.is_ready(step))
         with self._changed:
             collected, age = ahead.take(step)
-            self._place = collected.place
+            self._place, self.num_passes = collected.place, collected.num_passes
             return collected.played, age, [each.played for each in ahead.waiting]
 
     def renew(self, refit: Callable[[], None]) -> None:
@@ -87,16 +92,19 @@ class Collector:
         self._begin(ahead)
 
     def _begin(self, ahead: Lookahead[Collected]) -> None:
-        while True:
+        while self._max_passes is None or self._data.num_passes < self._max_passes:
             with self._changed:
                 step = ahead.start()
             if step is None:
                 return
             prompts = self._data.next_batch(self._num_prompts)
-            arguments = (ahead, step, prompts, self._data.state_dict())
+            reached = self._data.state_dict(), self._data.num_passes
+            arguments = (ahead, step, prompts, reached)
             threading.Thread(target=self._collect, args=arguments, name=f"step {step}", daemon=True).start()
 
-    def _collect(self, ahead: Lookahead[Collected], step: int, prompts: list[Prompt], place: Mapping[str, int]) -> None:
+    def _collect(
+        self, ahead: Lookahead[Collected], step: int, prompts: list[Prompt], reached: tuple[Mapping[str, int], int]
+    ) -> None:
         try:
             played = self._play(step, prompts)
         except Exception as error:  # noqa: BLE001 - raised in the main thread
@@ -105,7 +113,7 @@ class Collector:
                 self._changed.notify_all()
             return
         with self._changed:
-            ahead.finish(step, Collected(played, place))
+            ahead.finish(step, Collected(played, *reached))
             self._changed.notify_all()
 
     def _wait(self, is_so: Callable[[], bool]) -> None:

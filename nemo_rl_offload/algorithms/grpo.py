@@ -74,6 +74,7 @@ class GRPO(RolloutLoop):
                 config["grpo"]["num_prompts_per_step"],
                 self._play_ahead,
                 max_age=section["max_trajectory_age_steps"],
+                max_passes=config["grpo"]["max_num_epochs"],
                 in_flight=section["in_flight_weight_updates"],
             )
             self._data = self._collector
@@ -92,6 +93,9 @@ class GRPO(RolloutLoop):
                 f"what had been generated ahead of step {self.step + 1} was not saved: its prompts are answered again."
             )
         return folder
+
+    def _num_passes(self) -> int:
+        return super()._num_passes() if self._collector is None else self._collector.num_passes
 
     @property
     def _num_validation_generations(self) -> int:
@@ -135,7 +139,7 @@ class GRPO(RolloutLoop):
             "token_mult_prob_error": error,
             "advantages_zero_fraction": float((batch["advantages"] == 0).all(dim=1).float().mean()),
         }
-        if self._collector is not None and self.step < self.num_steps:
+        if self._collector is not None and not self.has_taken_all():
             collector = self._collector
             watch.time("refit", lambda: collector.renew(self.policy.refit))
         return metrics, int(batch["input_lengths"].sum())
@@ -162,7 +166,7 @@ class GRPO(RolloutLoop):
         """Responses to train on, and metrics of all that were sampled.
 
         With dynamic sampling (DAPO, https://arxiv.org/abs/2503.14476), prompts whose responses all have the same
-        reward are replaced by others; rewards are compared before they are shaped.
+        reward are replaced by others; rewards are compared as they are scaled, and before they are shaped.
         """
         if self._collector is not None:
             return self._take_ahead(self._collector, watch)
@@ -186,7 +190,7 @@ class GRPO(RolloutLoop):
             stream = 2 * (self.step * num_batches + len(sampled))
             played = watch.time("generation", lambda p=prompts, s=stream: self._rollout(p, num_generations, s))  # type: ignore[misc]
             sampled.append(played)
-            kept += [group for group in played.groups(num_generations) if _teaches(group)]
+            kept += [group for group in played.groups(num_generations) if self._teaches(group)]
         everything = Rollout.join(sampled)
         num_sampled = len(everything.responses) // num_generations
         metrics = {"num_gen_batches": float(len(sampled)), "kept_prompts_fraction": len(kept) / num_sampled}
@@ -230,12 +234,23 @@ class GRPO(RolloutLoop):
         self._dropped = self._disagreement = None
         return [*super().notices(), *found]
 
+    def _teaches(self, group: Rollout) -> bool:
+        """Whether responses to a prompt differ in what is compared, and any of them is learned from."""
+        if all(score.is_masked for score in group.scores):
+            return False
+        is_decoupled = self.config["grpo"]["adv_estimator"]["name"] == "gdpo"
+        return has_signal(self._decoupled_advantages(group) if is_decoupled else self._scaled_rewards(group))
+
+    def _scaled_rewards(self, played: Rollout) -> Tensor:
+        scaling = self.config["grpo"]["reward_scaling"]
+        if not scaling["enabled"]:
+            return played.rewards
+        source = scaling["source_min"], scaling["source_max"]
+        return scaled_rewards(played.rewards, source, (scaling["target_min"], scaling["target_max"]))
+
     def _shaped_rewards(self, played: Rollout) -> Tensor:
-        scaling, shaping = self.config["grpo"]["reward_scaling"], self.config["grpo"]["reward_shaping"]
-        rewards = played.rewards
-        if scaling["enabled"]:
-            source = scaling["source_min"], scaling["source_max"]
-            rewards = scaled_rewards(rewards, source, (scaling["target_min"], scaling["target_max"]))
+        shaping = self.config["grpo"]["reward_shaping"]
+        rewards = self._scaled_rewards(played)
         if not shaping["enabled"]:
             return rewards
         longest = shaping["max_response_length"] or self.config["policy"]["generation"]["max_new_tokens"]
@@ -306,11 +321,6 @@ class GRPO(RolloutLoop):
             normalize=grpo["normalize_rewards"],
             leave_one_out=grpo["use_leave_one_out_baseline"],
         )
-
-
-def _teaches(group: Rollout) -> bool:
-    """Whether responses to a prompt differ in their rewards, and any of them is learned from."""
-    return has_signal(group.rewards) and not all(score.is_masked for score in group.scores)
 
 
 def _token_mult_prob_error(batch: Batch) -> float:

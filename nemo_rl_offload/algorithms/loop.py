@@ -142,6 +142,7 @@ class TrainingLoop(ABC):
         self._num_validations = 0
         self.train_metrics: dict[str, float] = {}
         self._validation_metrics: dict[str, float] = {}
+        self._validated_step: int | None = None
         self._first_validation_metrics: dict[str, float] = {}
         self._totals_before: RunTotals | None = None
         self.elapsed = Elapsed()
@@ -251,6 +252,9 @@ class TrainingLoop(ABC):
             progress.show(
                 f"{name}.max_num_epochs {epochs}: all passes are made with step {self.step}, which is the last"
             )
+        if self.has_reached_goal():
+            what = f"step {self.step} is the last" if self.step else "nothing is trained, and there is no checkpoint"
+            progress.show(f"{name}.stop_at_validation_threshold is reached: {what}")
         self.folder.check()
         logger.close()
         self._warn([*self.notices(), *logger.notices()], progress)
@@ -388,7 +392,7 @@ class TrainingLoop(ABC):
 
     def validate(self, logger: MetricLogger) -> None:
         """Measure and log."""
-        self._validation_metrics = self.measure()
+        self._validation_metrics, self._validated_step = self.measure(), self.step
         logger.log(self._validation_metrics, self.step, "validation")
         value = self._validation_metrics[self.validation_metric]
         if self.validation["first"] is None:
@@ -401,7 +405,9 @@ class TrainingLoop(ABC):
         """Write a checkpoint of this step, or begin to (`checkpointing.is_async`)."""
         self._finish_save()
         prefix, _, name = (self.ranked_by() or "").partition(":")
-        metrics = self._validation_metrics if prefix == "val" else self.train_metrics
+        metrics = self.train_metrics
+        if prefix == "val":  # of other steps, it says nothing of these weights
+            metrics = self._validation_metrics if self._validated_step == self.step else {}
         state: LoopState = {
             "data": self._data.state_dict(),
             "validation": self.validation.copy(),

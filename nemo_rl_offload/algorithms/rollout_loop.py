@@ -104,13 +104,13 @@ class RolloutLoop(TrainingLoop):
         return "val:reward" if name == _BY_ACCURACY and self.validation_metric == "reward" else name
 
     def has_taken_all(self) -> bool:
-        """As every loop; or the stream has made all passes, where dynamic sampling or unusable prompts bring it ahead.
+        """As every loop; or all passes are made, where dynamic sampling or unusable prompts bring the stream ahead."""
+        epochs = self._rollouts["max_num_epochs"]
+        return super().has_taken_all() or (epochs is not None and self._num_passes() >= epochs)
 
-        A stream from which responses are generated ahead of training (`Collector`) is further than the run.
-        """
-        epochs, stream = self._rollouts["max_num_epochs"], self._train_prompts
-        has_made_passes = epochs is not None and self._data is stream and stream.num_passes >= epochs
-        return super().has_taken_all() or has_made_passes
+    def _num_passes(self) -> int:
+        """Passes over all problems that are complete with the prompts that were trained."""
+        return self._train_prompts.num_passes
 
     def _take_training(self, played: Rollout) -> None:
         """What is kept and watched of a step's responses."""

@@ -107,8 +107,9 @@ class TrainingPrompts:
 
     @property
     def num_passes(self) -> int:
-        """Passes over all problems that are complete."""
-        return self._epoch + (self._position >= len(self._order))
+        """Passes over all problems that are complete: no usable one is left of them."""
+        rest = (self._problems[self._order[place]] for place in range(self._position, len(self._order)))
+        return self._epoch + (not any(map(self._usable, rest)))
 
     def next_batch(self, num_prompts: int) -> list[Prompt]:
         """Return the next prompts.
@@ -133,7 +134,7 @@ class TrainingPrompts:
                 self._order = self._epoch_order()
             problem = self._problems[self._order[self._position]]
             self._position += 1
-            if problem.question not in self._held_out and (prompt := self._encoder(problem)):
+            if prompt := self._usable(problem):
                 return prompt
         num = len(self._order)
         num_held = sum(self._problems[place].question in self._held_out for place in range(num))
@@ -143,6 +144,9 @@ class TrainingPrompts:
             f"data.train: none of {num} problems is usable: {', and '.join(why) or 'there is none'}. "
             "Give further problems" + (", or raise these." if num > num_held else ".")
         )
+
+    def _usable(self, problem: Problem) -> Prompt | None:
+        return None if problem.question in self._held_out else self._encoder(problem)
 
     def check(self) -> None:
         """Raise the DataError of `next_batch` before anything is asked for."""
@@ -224,7 +228,8 @@ def _from_files(data: DataConfig) -> tuple[list[Problem], list[Problem]]:
     train: Mapping[str, Any] = data["train"]
     validation: Mapping[str, Any] = data["validation"]
     shared = validation.keys() & train.keys() - {"seed", "size", "further"}
-    draws = train["split_validation_size"] or train["further"]
+    draws = bool(train["split_validation_size"] or train["further"])
+    draws |= train["max_samples"] is not None and train["seed"] != validation["seed"]
     if not draws and all(train[key] == validation[key] for key in shared):
         return 2 * (_validation_problems(data),)  # as in an evaluation; faults are told once
     held, (problems, drawn) = all_or_none(partial(_validation_problems, data), partial(_training_problems, data))

@@ -330,6 +330,19 @@ def _metric_is_not_measured(get: Get) -> Iterator[str]:
         )
 
 
+def _checkpoints_go_unmeasured(get: Get) -> Iterator[str]:
+    """A checkpoint is ranked by the validation of its own step."""
+    path, name = "checkpointing.save_period", get("algorithm")
+    metric, save_period = get("checkpointing.metric_name"), get(path)
+    val_period, last = get(f"{name}.val_period"), get(f"{name}.max_num_steps")
+    is_ranked = get("checkpointing.enabled") and get("checkpointing.keep_top_k") and (metric or "").startswith("val:")
+    if is_ranked and val_period and save_period % val_period and save_period < last:
+        yield (
+            f"{path}: {save_period} is no multiple of {name}.val_period, {val_period}: checkpoints of steps without a "
+            f"validation are ranked behind all others. Set it to {math.ceil(save_period / val_period) * val_period}."
+        )
+
+
 def _gpus_of_other_machines(get: Get) -> Iterator[str]:
     path, num_nodes = "logger.monitor_gpus", get("cluster.num_nodes")
     if get(path) and num_nodes > 1:
@@ -401,6 +414,7 @@ EFFECT_WARNINGS: tuple[Rule, ...] = (
     *(partial(_unread, *each) for each in _UNREAD),
     _penalty_is_none,
     _metric_is_not_measured,
+    _checkpoints_go_unmeasured,
     _gpus_of_other_machines,
     _validation_is_not_sampled,
     _schedule_has_no_such_phase,

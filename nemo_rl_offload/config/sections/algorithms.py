@@ -150,7 +150,7 @@ class GRPOConfig(TypedDict):
     val_num_generations_per_prompt: Annotated[Positive, Default(1)]
     """Responses to each problem in validation; with more than 1, pass_k is the share of problems with a right one."""
     stop_at_validation_metric: Annotated[Literal["accuracy", "reward", "pass_k"] | None, Default(None)]
-    """The run ends, after a checkpoint, when this metric of a validation reaches stop_at_validation_threshold."""
+    """The run ends, after a step's checkpoint, when this metric of a validation reaches the threshold."""
     stop_at_validation_threshold: Annotated[float | None, Default(None)]
     """That metric's bound."""
     val_period: Annotated[Count, Default(10)]

@@ -92,7 +92,7 @@ class CheckpointingConfig(TypedDict):
     metric_name: Annotated[
         Literal["val:accuracy", "val:reward", "val:loss", "train:reward", "train:loss", None], Default("val:accuracy")
     ]
-    """Metric that ranks checkpoints; null: the latest are kept."""
+    """Metric that ranks checkpoints, val: by the validation of their own step; null: the latest are kept."""
     higher_is_better: Annotated[bool, Default(True)]
     """Whether a higher metric is better."""
     checkpoint_must_save_by: Annotated[str | None, Default(None)]

@@ -82,7 +82,8 @@ class FakePolicy:
     ) -> list[Response]:
         assert list(places) == sorted(set(places))
         assert len(places) == len(prompts)
-        told(Generated(len(prompts) // 2, 3 * len(prompts)))
+        if told is not None:
+            told(Generated(len(prompts) // 2, 3 * len(prompts)))
         self.seeds.append(seed)
         self.samplings.append(sampling)
         self.num_prompts.append(len(prompts))

@@ -22,6 +22,10 @@ class Numbers:
         self.position += count
         return list(range(self.position - count, self.position))
 
+    @property
+    def num_passes(self) -> int:
+        return self.position // 8
+
     def state_dict(self) -> dict[str, int]:
         return {"epoch": 0, "position": self.position}
 
@@ -51,10 +55,12 @@ class Engine:
         self.weights += 1
 
 
-def collector(engine: Engine, max_age: int, *, in_flight: bool) -> tuple[Collector, Numbers]:
+def collector(
+    engine: Engine, max_age: int, *, in_flight: bool, max_passes: int | None = None
+) -> tuple[Collector, Numbers]:
     data: Any = Numbers()
     play: Any = engine.play
-    return Collector(data, 2, play, max_age=max_age, in_flight=in_flight), data
+    return Collector(data, 2, play, max_age=max_age, max_passes=max_passes, in_flight=in_flight), data
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -145,3 +151,20 @@ def test_a_run_that_starts_its_workers_again_draws_again() -> None:
     again, data = collector(engine, 2, in_flight=False)
     again.load_state_dict(place)
     assert again.take(2, 9)[0].prompts == [2, 3]
+
+
+def test_nothing_is_drawn_after_the_last_pass() -> None:
+    engine = Engine()
+    engine.is_open = True
+    made, data = collector(engine, 2, in_flight=False, max_passes=1)
+    made.load_state_dict({"epoch": 0, "position": 2})
+    passes = []
+    for step in (1, 2, 3):
+        made.take(step, 9)
+        passes.append(made.num_passes)
+        made.renew(engine.refit)
+    assert passes == [0, 0, 1], "with what was trained, whatever was drawn ahead"
+    assert data.position == 8
+    again, _ = collector(engine, 2, in_flight=False, max_passes=1)
+    again.load_state_dict(made.state_dict())
+    assert again.num_passes == 1

@@ -1,5 +1,6 @@
 """What every loop does around its steps: checkpoints, termination, skipped steps, restarts."""
 
+import contextlib
 import io
 import json
 import os
@@ -90,6 +91,41 @@ def test_a_checkpoint_holds_the_step_it_was_begun_in(is_async: str, tmp_path: Pa
     assert appeared[5] == ({2} if is_async == "true" else {2, 4})
     info = json.loads((tmp_path / "checkpoints/step_4/training_info.json").read_text())
     assert info["data"]["position"] == info["train"]["loss"] == 4
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_checkpoint_is_ranked_by_its_own_steps_validation(stopped: bool, tmp_path: Path) -> None:
+    """It was ranked by the last validation, whose weights it has not: the newer took the place of the measured best."""
+    validating = ("sft.val_period=4", "checkpointing.keep_top_k=1", "checkpointing.metric_name=val:loss")
+    loop, _ = make(tmp_path, *validating, "checkpointing.higher_is_better=false", "checkpointing.save_period=2")
+    losses = iter([0.3, 0.5, 0.9])  # at the start, at steps 4 and 6
+    loop.measure = lambda: {"loss": next(losses)}  # type: ignore[method-assign]
+    termination = Termination(25)
+
+    def stop(step: int) -> None:
+        termination.is_requested = stopped and step == 5
+
+    loop.before_step = stop
+    with pytest.raises(SystemExit) if stopped else contextlib.nullcontext():
+        run(loop, termination)
+    assert saved(tmp_path) == ({4: 4, 5: 5} if stopped else {4: 4, 6: 6})
+    states = [
+        json.loads((folder / "training_info.json").read_text()) for folder in (tmp_path / "checkpoints").iterdir()
+    ]
+    ranks = {state["step"]: state["metric"] for state in states}
+    assert ranks == ({4: 0.5, 5: None} if stopped else {4: 0.5, 6: 0.9})
+
+
+def test_a_goal_that_is_reached_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that the start's validation ended said nothing, and had no checkpoint."""
+    for goal, said in ((0, "nothing is trained, and there is no checkpoint"), (3, "step 3 is the last")):
+        (tmp_path / str(goal)).mkdir()
+        loop, _ = make(tmp_path / str(goal))
+        monkeypatch.setattr(Loop, "has_reached_goal", lambda self, goal=goal: self.step >= goal)
+        recorder: Any = Recorder()
+        loop.run(recorder, recorder, Termination(0))
+        assert recorder.shown[-1] == f"sft.stop_at_validation_threshold is reached: {said}"
+        assert set(saved(tmp_path / str(goal))) == ({2, 3} if goal else set())
 
 
 def test_resuming_goes_on_where_the_checkpoint_was(tmp_path: Path) -> None:

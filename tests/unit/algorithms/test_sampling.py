@@ -1,5 +1,6 @@
 """GRPO's options around the rollouts: dynamic sampling, reward shaping, overlong filtering, epochs."""
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,55 @@ def test_dynamic_sampling_replaces_prompts_without_signal(
     first_seeds = set(policy.seeds)
     step(loop, policy)
     assert not first_seeds & set(policy.seeds[num_batches:])
+
+
+def test_dynamic_sampling_compares_what_is_learned_from(make: Make) -> None:
+    """Rewards that scaling makes equal were kept, and those of several parts judged by their sum alone."""
+    sampling = ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=1")
+    scaling = ("grpo.reward_scaling.enabled=true", "grpo.reward_scaling.source_max=1.0")
+    loop, policy = make(Graded(period=1, low=1.0, high=3.0), *sampling, *scaling)
+    with pytest.raises(DataError, match="after 1 batches only 0 of 3 prompts"):
+        step(loop, policy)
+    loop, policy = make(Graded(period=1, low=0.5, high=3.0), *sampling, *scaling)
+    step(loop, policy)
+
+
+class InParts(FakeEnvironment):
+    """Each response to a prompt has the next of `given`, and the same sum."""
+
+    def __init__(self, *given: tuple[float, float]) -> None:
+        self._given = given
+
+    def step(self, episodes: Sequence[Episode]) -> list[Score]:
+        parts = [
+            dict(zip("ab", map(float, self._given[place % len(self._given)]), strict=True))
+            for place in range(len(episodes))
+        ]
+        return [Score(sum(part.values()), True, False, parts=part) for part in parts]
+
+
+@pytest.mark.parametrize(
+    ("given", "weights", "teaches"),
+    [
+        ([(3, 0), (3, 0), (2, 1), (0, 3)], "[1.0, 3.0]", True),
+        ([(1, 0), (0, 1)], "[2.0, 1.0]", True),
+        ([(1, 0), (0, 1)], None, False),  # what is better in one is worse in the other by as much
+        ([(1, 0), (1, 1)], "[1.0, 0.0]", False),
+        ([(1, 0)], None, False),
+    ],
+)
+def test_dynamic_sampling_compares_several_rewards_as_they_count(
+    given: list[tuple[float, float]], weights: str | None, teaches: bool, make: Make
+) -> None:
+    sampling = ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=1")
+    several = ("grpo.adv_estimator.name=gdpo", f"grpo.adv_estimator.reward_weights={weights or 'null'}")
+    loop, policy = make(InParts(*given), *sampling, *several)
+    if teaches:
+        batch, _ = step(loop, policy)
+        assert bool(batch["advantages"].any())
+    else:
+        with pytest.raises(DataError, match="after 1 batches only 0 of 3 prompts"):
+            step(loop, policy)
 
 
 def test_dynamic_sampling_gives_up(make: Make) -> None:
@@ -172,3 +222,18 @@ def test_passes_end_a_run_whose_dynamic_sampling_takes_more_prompts(epochs: int,
         step(loop, policy)
     assert sum(policy.num_prompts) == 4 * 18 * epochs
     assert loop.step == 3 * epochs
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("ahead", ["false", "true"])
+def test_passes_end_a_run_whose_problems_are_held_out_in_part(ahead: str, seed: int, make: Make) -> None:
+    """Responses that are generated ahead were trained for more passes; so were those whose pass ends in others."""
+    given = ("grpo.max_num_epochs=1", "grpo.max_num_steps=50", "data.train.size=18", f"grpo.async_grpo.enabled={ahead}")
+    loop, policy = make(Graded(period=2), *given)
+    problems = list(loop._train_prompts.problems())
+    held = frozenset(problem.question for problem in problems[:6])
+    usable = sum(problem.question not in held for problem in problems)
+    loop._train_prompts._held_out = held
+    while not loop.has_taken_all():
+        step(loop, policy)
+    assert loop.step == math.ceil(usable / 3)

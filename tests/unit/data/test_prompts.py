@@ -1,5 +1,6 @@
 """Training and validation never share a question; the training order is reproducible and resumable."""
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,44 @@ def test_problems_none_of_which_is_usable_are_told_at_once(longest: int, held: i
     stream = TrainingPrompts(problems, encoder, held_out, shuffle=True, seed=1)
     with pytest.raises(DataError, match=f"none of 10 problems is usable: {why}"):
         stream.check()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_pass_is_complete_when_no_usable_problem_is_left_of_it(seed: int, tokenizer: Any) -> None:
+    """Where the order ended with problems that are held out, a step of the next pass was needed to see it."""
+    problems = list(
+        {problem.question: problem for problem in ReasoningGymProblems(TASK["task"], TASK["params"], 0, 30)}.values()
+    )[:10]
+    held_out = frozenset(problem.question for problem in problems[:4])
+    encoder = PromptEncoder(tokenizer, "{question}\n", 200)
+    stream = TrainingPrompts(problems, encoder, held_out, shuffle=True, seed=seed)
+    passes = []
+    for _ in range(4):
+        stream.next_batch(3)
+        passes.append(stream.num_passes)
+    assert passes == [0, 1, 1, 2]
+
+
+@pytest.mark.parametrize(("seeds", "most"), [((1, 2), 20), ((1, 1), 20), ((1, 2), None)])
+def test_draws_from_one_file_are_each_by_their_seed(
+    seeds: tuple[int, int], most: int | None, tokenizer: Any, tmp_path: Path
+) -> None:
+    """Draws of equal size were taken for the same problems, so that none was left to train."""
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps({"problem": f"{n}?", "expected_answer": str(n)}) + "\n" for n in range(40)))
+    read = {"path": str(file), "max_samples": most}
+    train, validation = (
+        defaults_of(section) | read | {"seed": seed}
+        for section, seed in zip((TrainingDataConfig, ValidationDataConfig), seeds, strict=True)
+    )
+    config = data_config(env_name="math", train=train, validation=validation)
+    if most is None or seeds[0] == seeds[1]:
+        with pytest.raises(DataError, match="problems is usable: "):
+            prompt_sets(config, TASK, tokenizer, seed=1)[0].check()
+    else:
+        stream, held = prompt_sets(config, TASK, tokenizer, seed=1)
+        assert len(held) == stream.num_problems == 20
+        assert not set(asked(stream.next_batch(5))) & set(asked(held))
 
 
 def test_a_check_takes_no_prompt(tokenizer: Any) -> None:

@@ -491,3 +491,19 @@ def test_turns_of_a_prompt_with_two_answers_count_once(tokenizer: Any, tiny: dic
     config = configure(tiny, "dpo", file, prompt_template=None)
     with pytest.warns(UserWarning, match=r"data\.train: the chat template leaves out or rewrites 3 of 6 turns"):
         sample_sets(config, chatting(tokenizer, template), [256], seed=1)
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "dpo"])
+def test_validation_that_is_trained_on_is_said(
+    algorithm: str, tokenizer: Any, tiny: dict[str, Any], tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    record = PAIR if algorithm == "dpo" else {"prompt": "a?", "completion": "yes"}
+    train = write(tmp_path / "a.jsonl", *[record | {"prompt": f"{n}?"} for n in range(6)])
+    config = configure(tiny, algorithm, train)
+    for others, known in ((["4?", "5?", "6?"], 2), (["6?", "7?"], 0)):
+        file = write(tmp_path / "b.jsonl", *[record | {"prompt": text} for text in others])
+        config["data"]["validation"]["path"] = str(file)
+        recwarn.clear()
+        sample_sets(config, tokenizer, [tokenizer.eos_token_id], seed=1)
+        said = [str(warning.message).split(" are in")[0] for warning in recwarn.list]
+        assert said == [f"data.validation: {known} samples of its {len(others)}"] * bool(known)

@@ -164,7 +164,7 @@ def test_what_another_key_switches_off(check: Check, overrides: str, fix: str, s
         ([f"{M}.optimizer.sgd_momentum=0.5"], f"{M}.optimizer.optimizer=sgd"),
         ([f"{M}.cpu_affinity.map={{0: 0}}", f"{M}.cpu_affinity.bind_memory=false"], f"{M}.cpu_affinity.enabled=true"),
         (["logger.wandb.name=x", "logger.wandb.project=y"], "logger.wandb_enabled=true"),
-        (["checkpointing.save_period=7", "checkpointing.is_async=true"], "checkpointing.enabled=true"),
+        (["checkpointing.save_period=25", "checkpointing.is_async=true"], "checkpointing.enabled=true"),
         (["loss_fn.reference_policy_kl_type=k1"], "loss_fn.reference_policy_kl_penalty=0.1"),
         (
             [
@@ -282,6 +282,26 @@ def test_a_metric_that_is_never_measured(check: Check) -> None:
     )
     quiet = [off, [*off, "checkpointing.metric_name=train:reward"], [*off[:2], "checkpointing.metric_name=val:reward"]]
     assert [check(*overrides).warnings for overrides in quiet] == [[], [], []]
+
+
+def test_checkpoints_of_steps_without_a_validation(check: Check) -> None:
+    given = ["grpo.max_num_steps=30", "grpo.val_period=10", "checkpointing.save_period=15"]
+    (warning,) = check(*given).warnings
+    assert warning == (
+        "checkpointing.save_period: 15 is no multiple of grpo.val_period, 10: checkpoints of steps without a "
+        "validation are ranked behind all others. Set it to 20."
+    )
+    for quiet in (
+        "checkpointing.save_period=20",
+        "checkpointing.save_period=30",
+        "grpo.val_period=5",
+        "grpo.val_period=0",
+        "grpo.max_num_steps=15",
+        "checkpointing.keep_top_k=null",
+        "checkpointing.metric_name=train:reward",
+        "checkpointing.metric_name=null",
+    ):
+        assert check(*given, quiet).warnings == [], quiet
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
