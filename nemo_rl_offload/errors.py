@@ -42,6 +42,16 @@ class ResourceError(NemoRLOffloadError):
     """The machine or cluster lacks something: devices, memory, disk space."""
 
 
+def shortened(text: str) -> str:
+    """At most 200 characters of it."""
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def first_line(error: Exception) -> str:
+    """Of an error's message."""
+    return str(error).splitlines()[0]
+
+
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """Return ``" Did you mean 'x'?"`` for the closest of ``allowed``, or ``""`` when none is close."""
     matches = get_close_matches(name, list(allowed), n=1)

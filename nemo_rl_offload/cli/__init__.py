@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 OF_TRAINING = ("pydantic", "hydra", "omegaconf", "rich")
 """Modules of the extra `train` that every command imports."""
+EXIT_INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,10 +19,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    from nemo_rl_offload.cli import command_line
+    try:
+        from nemo_rl_offload.cli import command_line
 
-    code = command_line.main(arguments)
-    if code == command_line.EXIT_INTERRUPTED:  # once more would end Python at its end, with another code
+        code = command_line.main(arguments)
+    except KeyboardInterrupt:  # before a command has begun
+        print("Interrupted.", file=sys.stderr)
+        code = EXIT_INTERRUPTED
+    if code == EXIT_INTERRUPTED:  # once more would end Python at its end, with another code
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
     return code

@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nemo_rl_offload.cli import EXIT_INTERRUPTED
 from nemo_rl_offload.cli.outlive import outliving_readers
 from nemo_rl_offload.cli.parser import build_parser, option_names
 from nemo_rl_offload.cluster.signals import never_unheard, terminated_like_interrupted
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from nemo_rl_offload.config.sources import LoadedConfig
     from nemo_rl_offload.runs.origin import Origin
 
-EXIT_USER_ERROR, EXIT_INTERRUPTED = 2, 130
+EXIT_USER_ERROR = 2
 EXIT_OUTPUT_CLOSED = 141
 """A shell's code for SIGPIPE."""
 _TAKE_KEYS = ("run", "check", "plan", "eval")

@@ -14,8 +14,7 @@ import json
 import operator
 import os
 import re
-import shlex
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from difflib import get_close_matches
@@ -27,9 +26,6 @@ from threading import Lock
 from typing import Any
 
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
 from omegaconf import Container, OmegaConf
 from omegaconf.errors import (
     InterpolationKeyError,
@@ -38,28 +34,28 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from nemo_rl_offload.config.full_schema import may_be_added, plugin_defaults, right_place, section_at
+from nemo_rl_offload.config.full_schema import full_schema, plugin_defaults
+from nemo_rl_offload.config.overrides import overridden
 from nemo_rl_offload.config.sources import (
     OVERRIDE,
     UNGIVEN,
     LoadedConfig,
+    empty_keys,
     final_origins,
+    merged,
     nodes,
     places_of,
     references,
 )
-from nemo_rl_offload.errors import ConfigError, nearest, nearest_beside
+from nemo_rl_offload.config.types import keys_of
+from nemo_rl_offload.errors import ConfigError, first_line, nearest, nearest_beside, shortened
 from nemo_rl_offload.specs.data_sets import HUB, hub_folder
 from nemo_rl_offload.specs.documents import (
     CONFIG_BYTES,
-    MAX_DIGITS,
-    TOO_DEEP,
-    TOO_MANY_DIGITS,
     YAML_LOADER,
     DocumentError,
     as_document_error,
     check_yaml,
-    is_too_deep,
     read_text,
 )
 from nemo_rl_offload.specs.hub_cache import cache_folder, downloaded, how_to_download, is_hub_id
@@ -84,10 +80,6 @@ _LONGEST_PATH = 4000
 """The folder of NeMo-RL's examples whose recipes train quantised weights."""
 _MAX_FILES = 100
 """Of a configuration, those that it inherits from included, each as often as it is named."""
-_MAX_OVERRIDE, _MAX_OVERRIDE_VALUES = 1 << 17, 1_000
-"""Characters; and brackets and commas outside of quotes."""
-_QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
-_NUMBER = re.compile(r"[-+]?\.?\d[\d_.]*([eE][-+]?\d+)?")
 _MAX_INTERPOLATED, _MAX_MARKS = 1 << 16, 200
 """Characters, and marks `${`, of a value with interpolations."""
 _TOO_LONG = "has too many interpolations (${...}), or too long a text with them"
@@ -120,20 +112,11 @@ def read_config(
     Raises ConfigError for a file that cannot be read, or a cycle.
     """
     own = _load_file(_inherited(str(path), Path()), (), count(1))
-    defaults = _merge(plugin_defaults(), _load_file(BASE, (), count(1)).values if whole else {})
-    config = _completed(defaults, own.values) if whole else _merge(defaults, own.values)
-    origins = dict(own.origins)
-    problems = []
-    for text in overrides:
-        try:
-            override = _parse_override(text)
-            before = {path for path, _ in nodes(config)}
-            _apply_override(config, override)
-            origins |= _override_origins(override, before)
-        except ConfigError as error:
-            problems.append(f"override '{_shortened(text)}': {error}")
-        except HydraException as error:
-            problems.append(_how_to_write(text, error, config))
+    defaults = merged(plugin_defaults(), _load_file(BASE, (), count(1)).values if whole else {})
+    config = _completed(defaults, own.values) if whole else merged(defaults, own.values)
+    given, problems = overridden(config, overrides)
+    problems = [*own.problems, *problems]
+    origins = {**own.origins, **given}
     if whole:
         config = _completed(defaults, config)
     values, unresolved = _resolve(config, path) if resolve else (config, {})
@@ -169,92 +152,6 @@ def _completed(defaults: Any, given: Any) -> Any:
     return kept | {key: value for key, value in given.items() if key not in defaults}
 
 
-def _parse_override(text: str) -> Override:
-    """Raises HydraException for what is no override, ConfigError for one that is out of all bounds."""
-    outside_quotes = _QUOTED.sub("", text)
-    if len(text) > _MAX_OVERRIDE or sum(map(outside_quotes.count, "[{(,")) > _MAX_OVERRIDE_VALUES:
-        raise ConfigError("is too long. Write such a value into a file")
-    try:
-        override = OverridesParser.create().parse_override(text)
-        value = override.value()
-    except RecursionError as error:
-        raise ConfigError(TOO_DEEP) from error
-    except ValueError as error:  # of int()
-        raise ConfigError(TOO_MANY_DIGITS if "digits" in str(error) else _first_line(error)) from error
-    if is_too_deep(value):
-        raise ConfigError(TOO_DEEP)
-    numbers = [value, *(each for _, each in nodes(value))]
-    if any(isinstance(each, int) and each.bit_length() > 4 * MAX_DIGITS for each in numbers):
-        raise ConfigError(TOO_MANY_DIGITS)
-    return override
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= 200 else f"{text[:197]}..."
-
-
-def _unclosed(value: str) -> str:
-    """The brackets that close what a value has opened; nothing where they match, or cannot be made to, or in quotes."""
-    if '"' in value or "'" in value:
-        return ""
-    pairs, open_ones = {"[": "]", "{": "}"}, list[str]()
-    for letter in value:
-        if letter in pairs:
-            open_ones.append(pairs[letter])
-        elif letter in pairs.values() and (not open_ones or open_ones.pop() != letter):
-            return ""
-    return "".join(reversed(open_ones))
-
-
-def _how_to_write(text: str, error: HydraException, config: dict[str, Any]) -> str:
-    """The fix for an override that is none."""
-    if len(text) > 1000:
-        return f"override '{_shortened(text)}' is none: {_shortened(_first_line(error))}. Write key=value."
-    key, equals, value = text.partition("=")
-    if not equals:
-        how = "Write key=value, or ~key to remove one."
-        if text.endswith((".yaml", ".yml")):
-            how = "A configuration file is given by --config (run), or as the one FILE (check, plan)."
-        elif _is_value(text):
-            how = "Write a key and its value as one word: key=value."
-        elif path := _nearest_path(text, config):
-            how = f"Write {path}=value, or ~{path} to remove it."
-        return f"'{text}' is no override. {how}"
-    if value.startswith("="):
-        return f"override '{text}': one = is meant. Write {key}={value.lstrip('=')}"
-    if closing := _unclosed(value):
-        return f"override '{text}': a bracket is not closed. Write {key}={value}{closing}"
-    wrong = f"override '{text}': {_first_line(error)}. Write key=value, +key=value or ~key"
-    quoted = f'"{value}"'
-    try:
-        OverridesParser.create().parse_override(f"{key}={quoted}")
-    except HydraException:
-        return f"{wrong}."
-    return f"{wrong}; text with such characters in quotes: {key}={shlex.quote(quoted)}"
-
-
-def _is_value(text: str) -> bool:
-    """A number, a truth value or a list, which no key is called."""
-    return text.lower() in ("true", "false", "null", "none") or text[:1] in "[{" or bool(_NUMBER.fullmatch(text))
-
-
-def _nearest_path(name: str, config: dict[str, Any]) -> str | None:
-    """The key that is spelt so or almost so, with its section or without."""
-    paths = {path: path for path, _ in nodes(config)}
-    if "." not in name:
-        paths = {path.rpartition(".")[2]: path for path in reversed(paths)}
-    return next((paths[found] for found in get_close_matches(name, paths, n=1)), None)
-
-
-def _override_origins(override: Override, before: Collection[str]) -> dict[str, str]:
-    """Of the key, of what it holds, and of the sections around it that were not there ``before``."""
-    path = override.key_or_group
-    parts = path.split(".")
-    around = [section for depth in range(1, len(parts)) if (section := ".".join(parts[:depth])) not in before]
-    given = [f"{path}.{inner}" for inner, _ in nodes(override.value())]
-    return dict.fromkeys([*around, path, *given], OVERRIDE)
-
-
 def _resolve(config: dict[str, Any], path: str | Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the values, and why some of them cannot be resolved, by their paths; those are `UNGIVEN`."""
     for name, function in _ARITHMETIC.items():
@@ -283,7 +180,7 @@ def _resolved(tree: Any, config: dict[str, Any], path: str | Path) -> tuple[dict
             place = error.full_key or ""
             key = re.sub(r"\[(\w+)\]", r".\1", place)
             if not isinstance(error, InterpolationResolutionError) or not key or key in unresolved:
-                raise ConfigError(f"{path}: {key or 'interpolation'}: {_first_line(error)}") from error
+                raise ConfigError(f"{path}: {key or 'interpolation'}: {first_line(error)}") from error
             unresolved[key] = _circle(key, config) or _why(error, key, config)
             OmegaConf.update(tree, place, UNGIVEN)
 
@@ -346,7 +243,7 @@ def _circle(key: str, config: dict[str, Any]) -> str | None:
 
 
 def _why(error: InterpolationResolutionError, key: str, config: dict[str, Any]) -> str:
-    text = _first_line(error).rpartition(" raised while resolving interpolation: ")[-1]
+    text = first_line(error).rpartition(" raised while resolving interpolation: ")[-1]
     if isinstance(error, InterpolationToMissingValueError):
         missing = text.rpartition(": ")[-1]
         return f"is made of {missing}, a missing value. Give one: {missing}=..."
@@ -407,8 +304,8 @@ def _downloaded_data(name: str) -> Path:
         return snapshot / folder
     missing = "is not downloaded" if snapshot is None else f"has no {folder} in {snapshot}"
     raise ConfigError(
-        f"'{_shortened(hub_id)}' {missing} (looked in {cache_folder()}). Download it: "
-        f"{how_to_download(_shortened(hub_id), 'dataset')}, or give a local path."
+        f"'{shortened(hub_id)}' {missing} (looked in {cache_folder()}). Download it: "
+        f"{how_to_download(shortened(hub_id), 'dataset')}, or give a local path."
     )
 
 
@@ -420,7 +317,7 @@ def _candidates(name: str) -> list[Path]:
         or len(name) > _LONGEST_PATH
         or any(len(part.encode(errors="replace")) > 255 for part in name.split("/"))
     ):
-        raise ConfigError(f"{_shortened(repr(name))} is no path: it is too long, or has a null character.")
+        raise ConfigError(f"{shortened(repr(name))} is no path: it is too long, or has a null character.")
     path = Path(name).expanduser()
     return list(dict.fromkeys([Path.cwd() / path, PROJECT_ROOT / path]))
 
@@ -485,9 +382,28 @@ def _load_file(path: Path, including: tuple[Path, ...], num_files: "count[int]")
         raise ConfigError(f"defaults form a cycle: {' -> '.join(map(str, chain))}")
     own = _read_yaml(path, f" (included by {including[-1]})" if including else "")
     parts = [*(_load_file(_inherited(name, path), chain, num_files) for name in _defaults_of(own.values, path)), own]
-    merged: dict[str, Any] = reduce(_merge, [part.values for part in parts], {})
+    inherited: dict[str, Any] = reduce(merged, [part.values for part in parts[:-1]], {})
     origins = {key: origin for part in parts for key, origin in part.origins.items()}
-    return LoadedConfig(merged, origins, frozenset(origins.keys() - own.origins.keys()))
+    problems = [*(text for part in parts for text in part.problems), *_emptied(own, dict(nodes(inherited)), path)]
+    return LoadedConfig(
+        merged(inherited, own.values), origins, frozenset(origins.keys() - own.origins.keys()), problems
+    )
+
+
+def _emptied(own: LoadedConfig, inherited: Mapping[str, Any], path: Path) -> Iterator[str]:
+    """What is wrong with sections of which a file has the name alone, all else being commented out, say."""
+    lost = [key for key, value in nodes(own.values) if value is None and _is_section(inherited.get(key))]
+    empty = empty_keys(read_text(path, CONFIG_BYTES)) if lost else ()
+    for key in lost:
+        if key in empty:
+            yield (
+                f"{key}: is empty, and would discard the {len(inherited[key])} key(s) that are inherited here. Leave "
+                f"the line out, or write null to discard them. ({own.origins[key]})"
+            )
+
+
+def _is_section(value: Any) -> bool:
+    return isinstance(value, dict) and bool(value)
 
 
 def _read_yaml(path: Path, origin: str) -> LoadedConfig:
@@ -502,7 +418,7 @@ def _read_yaml(path: Path, origin: str) -> LoadedConfig:
     except (yaml.YAMLError, ValueError, LookupError, TypeError, OverflowError) as error:
         raise as_document_error(error, path) from error
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {_shortened(_first_line(error))}") from error
+        raise ConfigError(f"{path}: {shortened(first_line(error))}") from error
     if not isinstance(content, dict) or (content and not places):  # OmegaConf takes text for a key
         what = "a list" if isinstance(content, list) else "a single value"
         raise ConfigError(f"{path}{origin}: the file must hold 'key: value' lines, not {what}")
@@ -540,66 +456,25 @@ def _parse(text: str, path: Path) -> tuple[Mapping[str, str], Any]:
         return places, None
 
 
+def _check_spelling(content: dict[str, Any], path: Path) -> None:
+    """Raise ConfigError for a misspelt `defaults`, of which all other problems would follow."""
+    known = {*keys_of(full_schema()), "defaults"}
+    for key, value in content.items():
+        is_near = get_close_matches(key.lower(), known, n=1) == ["defaults"]
+        if is_near and key not in known and isinstance(value, str | list):
+            raise ConfigError(
+                f"{path}: {key}: unknown key. Did you mean 'defaults'? It names the file to inherit from."
+            )
+
+
 def _defaults_of(content: dict[str, Any], path: Path) -> list[str]:
     """Take `defaults` out of a file's content."""
+    _check_spelling(content, path)
     defaults = content.pop("defaults", [])
     names = [defaults] if isinstance(defaults, str) else defaults
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        given = _shortened(repr(defaults))
+        given = shortened(repr(defaults))
         raise ConfigError(f"{path}: defaults: give a file name or a list of file names, not {given}")
     if nul := next((name for name in names if "\0" in name), None):
         raise ConfigError(f"{path}: defaults: {nul!r} has a null character, which no file's name has")
     return names
-
-
-def _merge(old: Any, new: Any) -> Any:
-    if not isinstance(new, dict):
-        return new
-    kept = old if isinstance(old, dict) and not new.get("_override_") else {}
-    return kept | {key: _merge(kept.get(key), value) for key, value in new.items() if key != "_override_"}
-
-
-def _apply_override(config: dict[str, Any], override: Override) -> None:
-    """Change `config` in place: `a=1` changes a key, `+a=1` adds one, `++a=1` does either, `~a` removes."""
-    if override.is_sweep_override():
-        raise ConfigError("sweeps are not supported. For a list, write key=[a,b]")
-    if override.package is not None:
-        raise ConfigError("'@' has no meaning here. Write a.b.c=value")
-    if not override.key_or_group:
-        raise ConfigError("no key before the '='. Write key=value")
-    *parents, key = override.key_or_group.split(".")
-    must_exist = not (override.is_add() or override.is_force_add())
-    section = config
-    for depth, part in enumerate(parents):
-        if part not in section:
-            if must_exist:
-                raise _no_such_key(override, section, parents[:depth], part)
-            section[part] = {}
-        section = section[part]
-        if not isinstance(section, dict):
-            raise ConfigError(f"{'.'.join(parents[: depth + 1])} is not a section. Replace it as a whole")
-    value = override.value()
-    if must_exist and key not in section:
-        raise _no_such_key(override, section, parents, key)
-    if override.is_delete():
-        if value is not None and value != section[key]:
-            raise ConfigError(f"{override.key_or_group} is {section[key]!r}, not {value!r}")
-        del section[key]
-        return
-    if override.is_add() and key in section:
-        raise ConfigError(f"{override.key_or_group} exists already. Leave the '+' out")
-    section[key] = _merge(section.get(key), value)
-
-
-def _no_such_key(override: Override, section: dict[str, Any], parents: Sequence[str], key: str) -> ConfigError:
-    known = section_at(parents)
-    hint = nearest(key, section)
-    if not may_be_added(key, known):
-        hint = hint or right_place(key, known)
-    elif not override.is_delete():
-        hint += " To add a key, write +key=value"
-    return ConfigError(f"no key {'.'.join([*parents, key])} to {'remove' if override.is_delete() else 'change'}.{hint}")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]

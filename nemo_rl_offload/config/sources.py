@@ -33,7 +33,7 @@ class LoadedConfig:
     """Paths of keys that stand in a file which another one names under `defaults:`, and neither in that one nor in an
     override."""
     problems: list[str] = field(default_factory=list)
-    """Overrides that do not apply, one line each."""
+    """Overrides that do not apply, and sections that are empty, one line each."""
     unresolved: Mapping[str, str] = field(default_factory=dict)
     """Why interpolations could not be resolved, by the path of the value, which is then `UNGIVEN`."""
     references: Mapping[str, list[str]] = field(default_factory=dict)
@@ -70,10 +70,18 @@ def places_of(text: str, file: str) -> Mapping[str, str]:
 
     The text went through `documents.check_yaml`. Raises YAMLError for a key that is null.
     """
-    return dict(_places(yaml.compose(text, Loader=YAML_LOADER), file, ""))
+    written = _written(yaml.compose(text, Loader=YAML_LOADER), "")
+    return {path: f"{file}:{place.start_mark.line + 1}" for path, place, _ in written}
 
 
-def _places(node: Any, file: str, path: str) -> Iterator[tuple[str, str]]:
+def empty_keys(text: str) -> frozenset[str]:
+    """Return the paths of YAML's keys behind which nothing stands, not even null."""
+    written = _written(yaml.compose(text, Loader=YAML_LOADER), "")
+    return frozenset(path for path, _, child in written if child.tag == NULL_TAG and not child.value)
+
+
+def _written(node: Any, path: str) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
+    """Path, key and value of each; of list items the value twice."""
     if isinstance(node, yaml.MappingNode):
         children = [(key.value, key, child) for key, child in node.value]
     elif isinstance(node, yaml.SequenceNode):
@@ -84,8 +92,16 @@ def _places(node: Any, file: str, path: str) -> Iterator[tuple[str, str]]:
         if isinstance(node, yaml.MappingNode) and place.tag == NULL_TAG:
             raise yaml.MarkedYAMLError(problem=NULL_KEY, problem_mark=place.start_mark)
         inner = f"{path}.{name}" if path else str(name)
-        yield inner, f"{file}:{place.start_mark.line + 1}"
-        yield from _places(child, file, inner)
+        yield inner, place, child
+        yield from _written(child, inner)
+
+
+def merged(old: Any, new: Any) -> Any:
+    """Mappings together, key by key; of all else, and with `_override_`, the newer."""
+    if not isinstance(new, dict):
+        return new
+    kept = old if isinstance(old, dict) and not new.get("_override_") else {}
+    return kept | {key: merged(kept.get(key), value) for key, value in new.items() if key != "_override_"}
 
 
 def references(written: Mapping[str, Any]) -> dict[str, list[str]]:

@@ -52,8 +52,9 @@ DEVICE_BY_PHASE, DEVICE_BY_CLASS, HOST_BY_CLASS = (
     f"memory/{name}/" for name in ("peak_device_bytes", "device_bytes", "host_bytes")
 )
 """What metrics of memory begin with: the most on a device in each phase, what stands there, what waits on all hosts."""
+Metrics = dict[str, dict[str, list[tuple[float, float | None]]]]
+"""By metric and prefix: steps and values; None where that was no finite number."""
 Curves = dict[str, dict[str, list[tuple[float, float]]]]
-"""By metric and prefix: steps and values."""
 
 RUN_FILES = (
     *(CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, FORMER_SUMMARY_FILE, MEMORY_FILE, CHANGES_FILE, ORIGIN_FILE),
@@ -85,7 +86,7 @@ def run_page(run_dir: Path, *, script: str = "") -> str:
 
 
 def _body(run_dir: Path, config: str) -> Iterator[str]:
-    curves = read_curves(run_dir / METRICS_FILE)
+    curves = curves_of(read_metrics(run_dir / METRICS_FILE))
     if not curves:
         raise ConfigError(f"{run_dir}: the run has logged nothing yet.")
     summary = read_json(run_dir / SUMMARY_FILE, Summary, NOT_SHOWN_THEN)
@@ -160,20 +161,29 @@ def _sample(record: SampleRecord) -> str:
     return f"<h3>{escape(outcome(record))}</h3><pre class='prompt'>{prompt}</pre><pre class='said'>{response}</pre>"
 
 
-def read_curves(path: Path) -> Curves:
+def read_metrics(path: Path) -> Metrics:
     """The metrics of a run; of a step that was repeated after a restart, the last. What a kill cut off is left out.
 
     Raises:
         ConfigError: the file cannot be read, or is damaged.
     """
-    latest: dict[tuple[str, str, int], float] = {}
+    latest: dict[tuple[str, str, int], float | None] = {}
     for record in read_records(path):
         for name, value in record["metrics"].items():
-            if value is not None:
-                latest[name, record["prefix"], record["step"]] = value
+            latest[name, record["prefix"], record["step"]] = value
+    metrics: Metrics = {}
+    for name, prefix, step in sorted(latest):
+        metrics.setdefault(name, {}).setdefault(prefix, []).append((step, latest[name, prefix, step]))
+    return metrics
+
+
+def curves_of(metrics: Metrics) -> Curves:
+    """What can be drawn: values that are finite numbers."""
     curves: Curves = {}
-    for (name, prefix, step), value in sorted(latest.items()):
-        curves.setdefault(name, {}).setdefault(prefix, []).append((step, value))
+    for name, lines in metrics.items():
+        for prefix, line in lines.items():
+            if numbers := [(step, value) for step, value in line if value is not None]:
+                curves.setdefault(name, {})[prefix] = numbers
     return curves
 
 

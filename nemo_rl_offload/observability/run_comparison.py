@@ -11,7 +11,7 @@ from typing import TypedDict
 from rich.table import Table
 
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.observability.html_report import NOT_SHOWN_THEN, Curves, read_curves
+from nemo_rl_offload.observability.html_report import NOT_SHOWN_THEN, curves_of, read_metrics
 from nemo_rl_offload.observability.page import framed
 from nemo_rl_offload.observability.svg import line_chart
 from nemo_rl_offload.runs.comparison import leaves
@@ -39,7 +39,8 @@ class Run:
         self.folder = folder
         _, self.algorithm = read_config_text(folder / CONFIG_FILE)
         self.config = leaves(read_yaml(folder / CONFIG_FILE))
-        self.curves: Curves = read_curves(folder / METRICS_FILE)
+        self.metrics = read_metrics(folder / METRICS_FILE)
+        self.curves = curves_of(self.metrics)
         if not self.curves:
             raise ConfigError(f"{folder}: the run has logged nothing yet.")
         self.summary = read_json(folder / SUMMARY_FILE, Summary, NOT_SHOWN_THEN)
@@ -55,12 +56,14 @@ class Run:
             for prefix in ("validation", "train"):
                 if values := self._values(name, prefix):
                     best = min(values) if name == "loss" else max(values)
-                    progress[f"{prefix}/{name}"] = {"first": values[0], "last": values[-1], "best": best}
+                    (_, first), *_, (_, last) = 2 * self.metrics[name][prefix]
+                    progress[f"{prefix}/{name}"] = {"first": first, "last": last, "best": best}
         return {
             "run_dir": str(self.folder),
             "algorithm": self.algorithm,
             "steps": int(max(steps)),
             "finished": self.summary is not None,
+            "skipped_steps": self._values("skipped_updates", "train").count(1),
             "progress": progress,
             "per_step": {
                 name: max(values) if "peak" in name else median(values)
@@ -76,20 +79,27 @@ class Run:
         found["state"] = "finished" if data["finished"] else "not finished"
         for path, values in data["progress"].items():
             name = path.replace("/", " ")
-            found[name] = f"{values['first']:.3g} to {values['last']:.3g}"
+            found[name] = f"{_figure(values['first'])} to {_figure(values['last'])}"
             if path.startswith("validation"):
                 found[f"best {name}"] = f"{values['best']:.3g}"
+        if skipped := data["skipped_steps"]:
+            found["steps skipped (not finite)"] = str(skipped)
         for name, value in data["per_step"].items():
             what, show = _PER_STEP[name]
             found[what] = show(value)
         return found
 
 
+def _figure(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.3g}"
+
+
 class Progress(TypedDict):
     """Of a metric."""
 
-    first: float
-    last: float
+    first: float | None
+    last: float | None
+    """None where it is no finite number."""
     best: float
     """The least of a loss, the most of the others."""
 
@@ -101,6 +111,8 @@ class RunData(TypedDict):
     algorithm: str
     steps: int
     finished: bool
+    skipped_steps: int
+    """Whose loss or gradients were not finite in any update."""
     progress: dict[str, Progress]
     """By prefix and name of the metric, as `validation/accuracy`."""
     per_step: dict[str, float]

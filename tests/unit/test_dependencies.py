@@ -9,6 +9,7 @@ from importlib import metadata
 import pytest
 
 from nemo_rl_offload import cli
+from nemo_rl_offload.cli import command_line
 from nemo_rl_offload.config.loader import PROJECT_ROOT
 
 PROJECT = tomllib.loads((PROJECT_ROOT / "pyproject.toml").read_text())
@@ -74,3 +75,17 @@ def test_a_command_without_what_trains_says_what_to_install(
     assert cli.main(["run", "grpo"]) == 2
     said = capsys.readouterr().err
     assert all(name in said for name in (*cli.OF_TRAINING, "uv sync --extra train"))
+
+
+def test_an_interrupt_before_a_command_begins_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: object) -> int:
+        raise KeyboardInterrupt
+
+    ignored: list[int] = []
+    monkeypatch.setattr(command_line, "main", interrupted)
+    monkeypatch.setattr(cli.signal, "signal", lambda number, _: ignored.append(number))
+    assert cli.main(["doctor"]) == 130
+    assert capsys.readouterr().err == "Interrupted.\n"
+    assert len(ignored) == 2

@@ -229,6 +229,9 @@ def unknown_key(path: str, algorithm: object = None) -> str:
     section, _, key = path.rpartition(".")
     annotation = section_at(section.split(".")) if section else full_schema()
     names = [*keys_of(annotation), *keys_in(section)]
+    if key in names:  # with its dots it is one key of a file
+        nested = ": {".join(path.split(".")) + ": ..." + "}" * path.count(".")
+        return f"a file nests its sections. Write {nested}"
     is_here = OTHER_NAMES.get(key, "").rpartition(".")[0] == section
     return f"unknown key.{(not is_here and nearest(key, names)) or right_place(key, annotation, algorithm)}"
 

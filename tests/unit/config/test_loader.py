@@ -207,6 +207,10 @@ def test_overrides(sample: Callable[..., dict[str, Any]], overrides: list[str], 
         ("./configs/other.yml", "A configuration file is given by --config"),
         ("a.b=[core_attn", r"a bracket is not closed\. Write a\.b=\[core_attn\]$"),
         ("a.b=[{x: [1, 2}", r"Write key=value"),  # which no bracket at the end mends
+        ("a.c=[1,2,]", r"a comma stands behind the last item\. Write 'a\.c=\[1,2\]'$"),
+        ("a.c=[1,", r"a bracket is not closed\. Write a\.c=\[1\]$"),
+        ("a.b = 3", r"blanks stand beside the =\. Write a\.b=3$"),
+        ("a.c=[1 {]", r"Write key=value, \+key=value or ~key\.$"),
         ("a.b={x: [1, 2", r"Write a\.b=\{x: \[1, 2\]\}$"),
         ("name={question}", r"""characters in quotes: name='"\{question\}"'$"""),
         ("name=Q: {question} A:", r"""characters in quotes: name='"Q: \{question\} A:"'$"""),
@@ -217,6 +221,68 @@ def test_overrides(sample: Callable[..., dict[str, Any]], overrides: list[str], 
 def test_overrides_that_do_not_apply(sample: Callable[..., dict[str, Any]], override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         sample(override)
+
+
+@pytest.mark.parametrize(
+    ("words", "whole"),
+    [
+        (["a.c=[core_attn,", "attn_proj]"], "'a.c=[core_attn,attn_proj]'"),
+        (["a.c=[{x:", "1},", "{y:", "2}]"], "'a.c=[{x:1},{y:2}]'"),
+        (["a.b", "=", "3"], "a.b=3"),
+        (["a.b", "=3"], "a.b=3"),
+        (["a.b=", "3"], "a.b=3"),
+    ],
+)
+def test_words_that_a_shell_has_cut_are_told_as_one(
+    sample: Callable[..., dict[str, Any]], words: list[str], whole: str
+) -> None:
+    """Each was a problem of its own, and the advice to close the bracket was refused as well."""
+    for others in ([], ["name=y"]):
+        with pytest.raises(ConfigError) as caught:
+            sample(*words, *others)
+        assert str(caught.value) == f"override '{words[0]}': it is cut at a blank. Write {whole}"
+        with pytest.raises(ConfigError) as caught:
+            sample(*others, *words, "nme=y")
+        assert str(caught.value).splitlines()[1] == "override 'nme=y': no key nme to change. Did you mean 'name'?"
+
+
+@pytest.mark.parametrize(
+    "words", [["a.c=[1,", "name=y"], ["a.c=[1,", *["2,"] * 200], ["a.b=", "name=y"], ["a.b=2", "="]]
+)
+def test_words_that_make_nothing_together_stand_alone(sample: Callable[..., dict[str, Any]], words: list[str]) -> None:
+    if words[0] == "a.b=":
+        assert sample(*words)["name"] == "y"
+    else:
+        with pytest.raises(ConfigError) as caught:
+            sample(*words)
+        assert "cut at a blank" not in str(caught.value)
+
+
+def test_a_section_that_is_empty_discards_nothing_unsaid(tmp_path: Path) -> None:
+    """All inherited keys were gone, and the check found no problem."""
+    base = "a: {b: {c: 1, d: 2}, e: 3}\nf: {}\ng: 1\n"
+    top = write(tmp_path, base=base, top="defaults: base.yaml\na:\n  b:\n#   c: 5\nf:\ng:\nh:\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(top)
+    assert str(caught.value) == (
+        "a.b: is empty, and would discard the 2 key(s) that are inherited here. Leave the line out, or write null to "
+        f"discard them. ({top}:3)"
+    )
+    heir = write(tmp_path, heir="defaults: top.yaml\ng: 2\n")
+    with pytest.raises(ConfigError, match=r"^a\.b: is empty"):
+        load_config(heir)
+    top.write_text("defaults: base.yaml\na: {b: null}\nf: ~\ng:\n")
+    assert load_config(top) == {"a": {"b": None, "e": 3}, "f": None, "g": None}
+
+
+@pytest.mark.parametrize("name", ["default", "Defaults", "defualts", "DEFAULTS"])
+def test_a_misspelt_inheritance_is_the_only_problem(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path, base="a: 1\n", top=f"{name}: base.yaml\nbb: 2\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert str(caught.value) == (
+        f"{path}: {name}: unknown key. Did you mean 'defaults'? It names the file to inherit from."
+    )
 
 
 @pytest.mark.parametrize(

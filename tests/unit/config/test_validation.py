@@ -82,6 +82,15 @@ def test_a_key_of_every_algorithm_belongs_to_the_configured_one(tmp_path: Path, 
     assert problem.message == "unknown key. It belongs to sft."
 
 
+@pytest.mark.parametrize("text", ["policy.megatron_cfg.optimizer.lr: 1.0", "policy: {megatron_cfg.optimizer.lr: 1.0}"])
+def test_a_path_is_no_key_of_a_file(text: str, tmp_path: Path, configs: Path) -> None:
+    """It was advised to write the last part alone, which is no key there."""
+    path = tmp_path / "flat.yaml"
+    path.write_text(f"defaults: {configs / 'sft_tiny.yaml'}\n{text}\n")
+    (problem,) = examine(read_config(path, whole=True), run_here=True).problems
+    assert problem.message == ("a file nests its sections. Write policy: {megatron_cfg: {optimizer: {lr: ...}}}")
+
+
 @pytest.mark.parametrize(
     ("override", "given", "allowed"),
     [

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nemo_rl_offload.cli.command_line import main
-from nemo_rl_offload.observability.html_report import read_curves
+from nemo_rl_offload.observability.html_report import curves_of, read_metrics
 from nemo_rl_offload.observability.svg import bar, line_chart, ticks
 from nemo_rl_offload.units import KIB, human_bytes
 
@@ -214,7 +214,7 @@ def test_samples_of_the_first_and_last_validation_and_of_training(run_dir: Path)
 
 
 def test_curves_hold_the_last_of_each_step(run_dir: Path) -> None:
-    curves = read_curves(run_dir / "metrics.jsonl")
+    curves = curves_of(read_metrics(run_dir / "metrics.jsonl"))
     assert curves["timing/train_s"] == {"train": [(1, 0.25), (2, 0.5)]}
     assert curves["loss"] == {"train": [(1, 0.5), (2, 1 / 3)], "validation": [(0, 1.0)]}
     assert "grad_norm" not in curves

@@ -92,3 +92,23 @@ def test_a_page_takes_no_file_of_a_run(tmp_path: Path, capsys: pytest.CaptureFix
     assert captured.out == ""
     assert command_line.main(["report", str(a), str(tmp_path / "c")]) == 2
     assert "c: there is no such folder. Give that of a run." in capsys.readouterr().err
+
+
+def test_a_run_that_diverged_does_not_look_as_it_began(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What was no number was left out, so that the last figure of a run was its first."""
+    diverged = make_run(tmp_path / "a", 1)
+    with (diverged / "metrics.jsonl").open("a") as file:
+        for step in (2, 3):
+            metrics = {"train": {"loss": None, "skipped_updates": 1.0}, "validation": {"accuracy": None}}
+            for prefix, values in metrics.items():
+                file.write(json.dumps({"step": step, "prefix": prefix, "metrics": values}) + "\n")
+    runs = [diverged, make_run(tmp_path / "b")]
+    rows = rows_of([*map(Run, runs)])
+    assert rows["train loss"] == ["1 to not finite", "1 to 0.333"]
+    assert rows["validation accuracy"][0] == "0.1 to not finite"
+    assert rows["steps skipped (not finite)"] == ["2", "-"]
+    words = ["report", *map(str, runs), "--format", "json", "--out", str(tmp_path / "page.html")]
+    assert command_line.main(words) == 0
+    first, second = json.loads(capsys.readouterr().out)["runs"].values()
+    assert first["progress"]["train/loss"] == {"first": 1.0, "last": None, "best": 1.0}
+    assert [first["skipped_steps"], second["skipped_steps"]] == [2, 0]
