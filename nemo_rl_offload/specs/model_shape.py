@@ -239,24 +239,56 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"qk_norm": True},
     "deepseek_v2": {},
     "deepseek_v3": {},
-    "glm4_moe_lite": {"defaults": {"first_k_dense_replace": 1}},
+    "glm4_moe_lite": {},
     "gpt_oss": {"mlp_bias": True, "attention_sinks": True},
-    "qwen3_5_text": {"qk_norm": True, "attention_gate": True, "defaults": {"head_dim": 256}},
-    "qwen3_5_moe_text": {
-        "qk_norm": True,
-        "attention_gate": True,
-        "shared_gate": True,
-        "defaults": {"head_dim": 256},
-    },
+    "qwen3_5_text": {"qk_norm": True, "attention_gate": True},
+    "qwen3_5_moe_text": {"qk_norm": True, "attention_gate": True, "shared_gate": True},
     "nemotron_h": {},
-    "gemma3_text": {
-        "qk_norm": True,
-        "output_norms": True,
-        "activation": "hidden_activation",
-        "defaults": {"head_dim": 256, "tie_word_embeddings": True},
-    },
+    "gemma3_text": {"qk_norm": True, "output_norms": True, "activation": "hidden_activation"},
 }
 """What `model_type` alone tells."""
+_LATENT = {"kv_lora_rank": 512, "q_lora_rank": 1536, "n_shared_experts": 1}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "mistral": {"num_key_value_heads": 8},
+    "mixtral": {"num_key_value_heads": 8, "num_local_experts": 8},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen2_moe": {
+        "num_key_value_heads": 16,
+        "num_experts": 60,
+        "intermediate_size": 5632,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+    },
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+    "qwen3_moe": {
+        "num_key_value_heads": 4,
+        "num_local_experts": 128,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+    },
+    "deepseek_v2": _LATENT
+    | {"n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407, "intermediate_size": 11008},
+    "deepseek_v3": _LATENT | {"n_routed_experts": 256, "moe_intermediate_size": 2048, "first_k_dense_replace": 3},
+    "glm4_moe_lite": _LATENT
+    | {"q_lora_rank": 768, "n_routed_experts": 64, "moe_intermediate_size": 1536, "first_k_dense_replace": 1},
+    "gpt_oss": {"num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 128, "attention_bias": True},
+    "qwen3_5_text": {"num_key_value_heads": 4, "head_dim": 256},
+    "qwen3_5_moe_text": {"num_key_value_heads": 2, "head_dim": 256, "shared_expert_intermediate_size": 512},
+    "nemotron_h": {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 7688,
+        "mlp_hidden_act": "relu2",
+    },
+    "gemma3_text": {
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "tie_word_embeddings": True,
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
+}
+"""Of keys that are absent, what transformers' classes have: those that the model's size depends on."""
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -285,9 +317,9 @@ def read_model_shape(content: Mapping[str, Any], source: str) -> ModelShape:
 
 def parse_model_shape(content: Mapping[str, Any]) -> ParsedShape:
     """Read what can be read of a `config.json`'s content, and say what cannot."""
-    reader = _Reader(content)
-    name = reader.get("model_type")
+    name = content.get("model_type")
     family = _FAMILIES.get(name) if isinstance(name, str) else None
+    reader = _Reader(content, _DEFAULTS.get(str(name), {}))
     shape = _shape(reader, family or {})
     problems = reader.problems
     if family is None:
@@ -299,14 +331,14 @@ def parse_model_shape(content: Mapping[str, Any]) -> ParsedShape:
 class _Reader:
     """Reads values, and collects which keys were asked for and what is wrong with them."""
 
-    def __init__(self, content: Mapping[str, Any]) -> None:
-        self.content = content
+    def __init__(self, content: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        self.content, self._defaults = content, defaults
         self.problems: list[str] = []
         self.asked: set[str] = set()
 
     def get(self, key: str) -> Any:
         self.asked.add(key)
-        return self.content.get(key)
+        return self.content.get(key, self._defaults.get(key))
 
     def whole(self, key: str, default: int | None = None, minimum: int = 1, fallback: int | None = None) -> int:
         """A number; ``default`` where it is not given, and ``fallback``, else the default or 1, where it is wrong."""
@@ -319,9 +351,8 @@ class _Reader:
             return fallback if fallback is not None else 1 if default is None else default
         return value
 
-    def flag(self, key: str, default: bool = False) -> bool:
-        value = self.get(key)
-        return default if value is None else bool(value)
+    def flag(self, key: str) -> bool:
+        return bool(self.get(key))
 
 
 def _shape(reader: _Reader, family: Mapping[str, Any]) -> ModelShape:
@@ -333,8 +364,7 @@ def _shape(reader: _Reader, family: Mapping[str, Any]) -> ModelShape:
     latent = _latent_attention(reader) if reader.get("kv_lora_rank") else None
     experts = _experts(reader, family) if pattern is None or EXPERTS in pattern else None
     if pattern is None:
-        first = family.get("defaults", {}).get("first_k_dense_replace", 0)
-        with_experts = _layers_with_experts(reader, num_layers, experts is not None, first)
+        with_experts = _layers_with_experts(reader, num_layers, experts is not None)
         has_dense = not all(with_experts)
     else:
         with_experts, has_dense = tuple(letter == EXPERTS for letter in pattern), MLP in pattern
@@ -346,8 +376,8 @@ def _shape(reader: _Reader, family: Mapping[str, Any]) -> ModelShape:
     )
     activation = reader.get(family.get("activation", "hidden_act"))
     if pattern is not None:
-        activation = reader.get("mlp_hidden_act") or "relu2"
-    max_positions, defaults = reader.get("max_position_embeddings"), family.get("defaults", {})
+        activation = reader.get("mlp_hidden_act")
+    max_positions = reader.get("max_position_embeddings")
     has_shared = bool(reader.get("n_shared_experts") or reader.get("shared_expert_intermediate_size"))
     return ModelShape(
         num_layers=num_layers,
@@ -355,7 +385,7 @@ def _shape(reader: _Reader, family: Mapping[str, Any]) -> ModelShape:
         vocab_size=vocab_size,
         num_attention_heads=num_heads,
         num_key_value_heads=num_heads if latent else num_key_value_heads,
-        head_dim=reader.whole("head_dim", defaults.get("head_dim", max(1, hidden_size // num_heads))),
+        head_dim=reader.whole("head_dim", max(1, hidden_size // num_heads)),
         ffn_hidden_size=reader.whole("intermediate_size", None if has_dense else 0),
         layers_with_experts=with_experts,
         experts=experts,
@@ -364,7 +394,7 @@ def _shape(reader: _Reader, family: Mapping[str, Any]) -> ModelShape:
         delta_net=delta_net,
         delta_layers=() if delta_net is None else _delta_layers(reader, num_layers),
         num_mtp_layers=num_mtp_layers,
-        tied_embeddings=reader.flag("tie_word_embeddings", bool(defaults.get("tie_word_embeddings"))),
+        tied_embeddings=reader.flag("tie_word_embeddings"),
         qk_norm=bool(family.get("qk_norm")),
         output_norms=bool(family.get("output_norms")),
         qkv_bias=bool(family.get("qkv_bias")) or reader.flag("attention_bias"),
@@ -437,7 +467,8 @@ def _latent_attention(reader: _Reader) -> LatentAttention:
 
 
 def _experts(reader: _Reader, family: Mapping[str, Any]) -> Experts | None:
-    key = next((key for key in _NUM_EXPERTS if reader.get(key)), None)
+    given = [key for key in _NUM_EXPERTS if reader.content.get(key) is not None]
+    key = next((key for key in given or _NUM_EXPERTS if reader.get(key)), None)
     if key is None:
         return None
     width = reader.whole("moe_intermediate_size" if reader.get("moe_intermediate_size") else "intermediate_size")
@@ -474,10 +505,10 @@ def _delta_layers(reader: _Reader, num_layers: int) -> tuple[int, ...]:
     return tuple(layer for layer in range(num_layers) if (layer + 1) % interval)
 
 
-def _layers_with_experts(reader: _Reader, num_layers: int, has_experts: bool, num_dense: int) -> tuple[bool, ...]:
+def _layers_with_experts(reader: _Reader, num_layers: int, has_experts: bool) -> tuple[bool, ...]:
     """Qwen counts every `decoder_sparse_step`-th layer and names exceptions; DeepSeek has dense layers first."""
     step, frequency = reader.whole("decoder_sparse_step", 1), reader.whole("moe_layer_freq", 1)
-    first = reader.whole("first_k_dense_replace", num_dense, minimum=0)
+    first = reader.whole("first_k_dense_replace", 0, minimum=0)
     dense = reader.get("mlp_only_layers") or []
     if not isinstance(dense, list):
         reader.problems.append(f"mlp_only_layers is {dense!r}; a list of layers is needed.")

@@ -1,12 +1,14 @@
 """One reader of `config.json`: the planner needs every number, rules ask any model a little."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.specs.catalogue import CATALOGUE, find_config
-from nemo_rl_offload.specs.model_shape import LayerKind, parse_model_shape, read_model_shape
+from nemo_rl_offload.specs.model_shape import _FAMILIES, LayerKind, ModelShape, parse_model_shape, read_model_shape
 
 DEEPSEEK = CATALOGUE["deepseek-ai/DeepSeek-V3"]
 
@@ -114,3 +116,30 @@ def test_rows_of_the_vocabulary_on_a_rank(num_parts: int, rows: int) -> None:
     shape = parse_model_shape(CATALOGUE["Qwen/Qwen3-8B"]).shape
     assert shape.vocabulary_rows(num_parts) == rows
     assert 0 <= rows * num_parts - shape.vocab_size < num_parts
+
+
+SIZES: list[dict[str, int]] = [
+    {},
+    {"hidden_size": 1024, "num_attention_heads": 16},
+    {"hidden_size": 1536, "num_attention_heads": 12, "num_key_value_heads": 4},
+]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=len)
+@pytest.mark.parametrize("family", _FAMILIES)
+def test_what_is_absent_is_what_transformers_takes(family: str, sizes: dict[str, int]) -> None:
+    """A model without `first_k_dense_replace` was planned as one of other layers, 36 % too large."""
+
+    def shape_of(content: dict[str, Any]) -> ModelShape | None:
+        parsed = parse_model_shape(content)
+        # no size depends on how many tokens a model was trained for, nor, with latent attention, on `head_dim`
+        return None if parsed.problems else replace(parsed.shape, max_positions=0, head_dim=parsed.shape.query_head_dim)
+
+    experts = {"num_experts_per_tok": 2} if family == "deepseek_v2" else {}  # whose class has none
+    whole = AutoConfig.for_model(family, **sizes, **experts).to_dict()
+    assert shape_of(whole) is not None
+    asked = parse_model_shape(whole).honoured_keys & whole.keys() - {"model_type", *sizes, *experts}
+    for absent in ([key] for key in sorted(asked)):
+        less = {key: value for key, value in whole.items() if key not in absent}
+        if (found := shape_of(less)) is not None:
+            assert found == shape_of(AutoConfig.for_model(**less).to_dict()), absent

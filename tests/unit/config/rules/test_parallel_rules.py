@@ -165,7 +165,12 @@ def test_other_packs_may_be_shared(refusals: Refusals) -> None:
             "does not divide the teacher's 5 layers",
             10,
         ),
-        ({"num_attention_heads": 3}, "tensor_model_parallel_size=2", "the teacher's 3 and 3 heads", None),
+        (
+            {"num_attention_heads": 3, "num_key_value_heads": 3},
+            "tensor_model_parallel_size=2",
+            "the teacher's 3 and 3 heads",
+            None,
+        ),
         ({"num_key_value_heads": 3}, "tensor_model_parallel_size=2", "the teacher's 4 and 3 heads", None),
         ({}, "expert_model_parallel_size=2", "does not divide the teacher's 0 experts", None),
         ({"num_experts": 3}, "expert_model_parallel_size=2", "does not divide the teacher's 3 experts", None),
