@@ -296,12 +296,28 @@ class GRPO(RolloutLoop):
                     found[row, len(prompt.token_ids) + begin : len(prompt.token_ids) + end] = advantage
         return found
 
+    def _check_names(self, played: Rollout) -> None:
+        """Raise WorkerError where responses to one prompt have rewards of other names, which would count as 0."""
+        for group in played.groups(self.config["grpo"]["num_generations_per_prompt"]):
+            scored = [
+                score.parts or {}
+                for score, response in zip(group.scores, group.responses, strict=True)
+                if response.finished and not score.scorer_error
+            ]
+            if len(named := list(dict.fromkeys(", ".join(sorted(parts)) or "none by name" for parts in scored))) > 1:
+                raise WorkerError(
+                    f"grpo.adv_estimator.name: gdpo compares rewards by name, and the environment "
+                    f"{self.config['data']['env_name']} returned for one response to a prompt {named[0]}, for another "
+                    f"{named[1]}. Return all of them each time."
+                )
+
     def _decoupled_advantages(self, played: Rollout) -> Tensor:
         """[B]"""
         grpo, parts = self.config["grpo"], played.parts
         weights = grpo["adv_estimator"]["reward_weights"]
         if not parts and not any(response.finished for response in played.responses):
             return torch.zeros(len(played.scores))  # no response was scored
+        self._check_names(played)
         names = ", ".join(parts) or "none by name"
         if len(parts) < 2:
             raise WorkerError(

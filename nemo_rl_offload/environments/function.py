@@ -114,8 +114,8 @@ def _as_score(returned: Any) -> Score:
     values = returned if isinstance(returned, Mapping) else {"reward": returned}
     if unknown := [key for key in values if key not in RETURNED]:
         raise ValueError(f"unknown keys {unknown}; allowed: {', '.join(RETURNED)}")
-    if "reward" not in values and "rewards" not in values:
-        raise ValueError("the key reward is missing")
+    if "reward" not in values and values.get("rewards") is None:
+        raise ValueError("the key reward is missing" + (", and rewards is None" if "rewards" in values else ""))
     parts: dict[str, float] | None = None
     if (several := values.get("rewards")) is not None:
         if not isinstance(several, Mapping) or not several:

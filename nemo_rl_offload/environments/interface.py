@@ -28,7 +28,8 @@ class Score(NamedTuple):
     observation: str | None = None
     """What the model is told next; None ends the episode."""
     parts: Mapping[str, float] | None = None
-    """Several rewards by name, which `reward` is made of; None: there is one. The same names for every response."""
+    """Several rewards by name, which `reward` is made of; None: there is one. The same names for all responses to a
+    prompt."""
     last_reward: float | None = None
     """Of a conversation of several turns, what the last one is worth, which `is_correct` is about; None: `reward`."""
     answer: str | None = None

@@ -60,13 +60,16 @@ def main(descriptor: int, driver: int) -> None:
         enough_bytes = held_bytes + setup.memory_limit_bytes / 2
         _limit_memory(held_bytes + setup.memory_limit_bytes)
     connection.send_bytes(json.dumps({"ready": True}).encode())
-    is_spent = False
+    is_spent, own = False, os.getpid()
     while not is_spent:
         try:
             episode = connection.recv()
         except (EOFError, ConnectionError):  # the driver has left, or left an answer unread
             break
         answer = _answer(environment, episode)
+        exit_code = answer.pop("exit_code", 0 if "score" in answer else 1)
+        if os.getpid() != own:  # a process that the scorer has forked, and that has left the scorer
+            os._exit(exit_code)
         is_spent = answer["is_spent"] = answer.get("is_spent", False) or _held_bytes() > enough_bytes
         with contextlib.suppress(ConnectionError):
             connection.send_bytes(json.dumps(answer).encode())
@@ -117,7 +120,15 @@ def _answer(environment: Environment, episode: Episode) -> dict[str, Any]:
             "kind": type(error).__name__,
             "details": traceback.format_exc(),
             "is_spent": isinstance(error, MemoryError) or not isinstance(error, Exception),
+            "exit_code": _exit_code(error),
         }
+
+
+def _exit_code(error: BaseException) -> int:
+    """Python's own, of a process that ends by it."""
+    if not isinstance(error, SystemExit):
+        return 1
+    return error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
 
 
 def _describe(error: BaseException) -> str:

@@ -21,6 +21,7 @@ def advantages(scores: list[Score], weights: list[float] | None = None) -> torch
     responses: Any = [SimpleNamespace(finished=score is not UNFINISHED) for score in scores]
     loop: Any = SimpleNamespace(config={"grpo": grpo, "loss_fn": {}, "data": {"env_name": "function"}})
     loop._decoupled_advantages = lambda played: GRPO._decoupled_advantages(loop, played)
+    loop._check_names = lambda played: GRPO._check_names(loop, played)
     batch: Any = {"token_mask": torch.ones(len(scores), 3)}
     found = GRPO._advantages(loop, Rollout([], responses, scores), batch)
     assert found.shape == (len(scores), 3)
@@ -53,12 +54,20 @@ def test_without_any_finished_response_nothing_is_learned() -> None:
         ([scored(right=1.0)] * 2, None, "compares several rewards, and the environment function returned right"),
         ([Score(1.0, True, False)] * 2, None, "returned none by name"),
         ([scored(a=1.0, b=0.0)] * 2, [1.0] * 3, "3 weights for 2 rewards (a, b)"),
+        ([scored(a=1.0, b=0.0), scored(a=1.0)], None, "one response to a prompt a, b, for another a. Return all"),
+        ([scored(a=1.0, b=0.0), Score(5.0, True, False)], None, "a prompt a, b, for another none by name."),
     ],
 )
 def test_what_cannot_be_compared_ends_the_run(scores: list[Score], weights: Any, said: str) -> None:
     with pytest.raises(WorkerError) as caught:
         advantages(scores, weights)
     assert said in str(caught.value)
+
+
+def test_prompts_may_have_rewards_of_other_names_and_failures_none() -> None:
+    failed = Score(0.0, is_correct=False, scorer_error=True)
+    scores = [scored(a=1.0, b=0.0), failed, scored(c=0.0), scored(c=1.0)]
+    assert [each > 0 for each in advantages(scores).tolist()] == [True, False, False, True]
 
 
 def test_means_of_several_rewards_are_metrics() -> None:

@@ -63,6 +63,7 @@ def test_what_may_be_returned(returned: Any, expected: Score) -> None:
         (None, "returned None"),
         ("good", "returned 'good'"),
         (float("nan"), "the reward must be finite"),
+        ({"rewards": None}, "the key reward is missing, and rewards is None"),
         ({"rewards": 1}, "rewards must be a mapping of names to numbers"),
         ({"rewards": {}}, "rewards must be a mapping of names to numbers"),
         ({"rewards": {"a": float("nan")}}, "the reward must be finite"),

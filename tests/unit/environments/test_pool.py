@@ -116,6 +116,15 @@ def test_others_do_not(asked: list[str], make_pool: Callable[..., EnvironmentPoo
     assert pool.step(episodes("an exception", "an exception")) == [FAILED] * 2, "it has scored before"
 
 
+def test_a_child_that_leaves_its_scorer_answers_nobody(make_pool: Callable[..., EnvironmentPool]) -> None:
+    """It answered too, and each of the process's later responses had the reward of the one before."""
+    pool = make_pool(*function("forks", "env.function.num_workers=1"))
+    ways = {"returns": 1 / 8, "raises": 2 / 8, "5": 6 / 8, "0": 1 / 8, "plain": 1.0}
+    for _ in range(2):
+        assert [score.reward for score in pool.step(episodes(*ways))] == [*ways.values()]
+    assert pool.notices() == []
+
+
 def test_an_observation_with_half_a_character_costs_its_response(make_pool: Callable[..., EnvironmentPool]) -> None:
     """No tokenizer takes it."""
     pool = make_pool(*function("half_a_character"))

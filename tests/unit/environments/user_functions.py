@@ -129,6 +129,18 @@ def keeps(messages: Messages, entry: Mapping[str, Any], kept: list[bytearray] = 
     return float(len(kept))
 
 
+def forks(messages: Messages, entry: Mapping[str, Any]) -> float:
+    """A child leaves the function; returns an eighth more than its exit code's."""
+    way = messages[-1]["content"]
+    if way == "plain":
+        return 1.0
+    if (pid := os.fork()) == 0:
+        if way == "returns":
+            return 0.5
+        throw(ValueError("in the child")) if way == "raises" else sys.exit(int(way))
+    return (1 + os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])) / 8
+
+
 def ends_late(messages: Messages, entry: Mapping[str, Any]) -> float:
     """A response takes its process with it, but only while the next one is scored."""
     if messages[-1]["content"] == "dies later":
