@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import getitem
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from nemo_rl_offload.config.algorithms import ALGORITHMS
 from nemo_rl_offload.config.rules.parallel import training_and_generating
-from nemo_rl_offload.config.rules.rule import model_content
+from nemo_rl_offload.config.rules.rule import model_content, read_model_config
 from nemo_rl_offload.config.schema import MasterConfig, MegatronConfig
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.planner.cost.memory import stage_parameters, state_bytes, trained_parameters
@@ -46,13 +46,11 @@ def host_problems(config: MasterConfig, here: Here | None = None) -> Iterator[st
     keeps_reference = spec.copies_reference(config)
     leaves = policy["offload_optimizer_for_logprob"] and spec.has_logprob_passes and not spec.needs_teacher
     leaves = leaves and (here is None or here.has_gpus)
-    if not (is_kept or leaves or keeps_reference) or (here is None and not isinstance(budget, str)):
+    if here is None and not isinstance(budget, str):
         return
-    try:
-        shape = parse_model_shape(
-            model_content(lambda path: reduce(getitem, path.split("."), cast("Any", config)))
-        ).shape
-    except ConfigError:  # a warning says that rules about it were not checked
+    if spec.needs_teacher and (here is None or here.has_gpus):
+        yield from _teacher_problems(config, budget, here)
+    if not (is_kept or leaves or keeps_reference) or (shape := _shape(config, "policy")) is None:
         return
     element_bytes = 4 if policy["precision"] == "float32" else 2
     needed: dict[str, int] = {}
@@ -74,6 +72,34 @@ def host_problems(config: MasterConfig, here: Here | None = None) -> Iterator[st
         if _SENT in needed:
             other = "or leave out policy.offload_optimizer_for_logprob"
         yield f"{KEY}: {told} a rank has no room for {parts}. Raise it, {other}."
+
+
+def _teacher_problems(config: MasterConfig, budget: float | str, here: Here | None) -> Iterator[str]:
+    """The teacher's workers have a budget of their own, of the same key, for weights that wait while others train."""
+    if (shape := _shape(config, "teacher")) is None:
+        return
+    is_wide = (config["teacher"]["precision"] or config["policy"]["precision"]) == "float32"
+    layout = _least_layout(config["policy"]["megatron_cfg"])
+    layout = replace(layout, num_layers_first=None, num_layers_last=None, stages=None, virtual=1)
+    needed_bytes = max(_weights_bytes(shape, layout, 4 if is_wide else 2))
+    budget_bytes, told = _budget(config, budget, here)
+    if needed_bytes > budget_bytes:
+        yield (
+            f"{KEY}: {told} a rank has no room for the teacher's weights ({human_bytes(needed_bytes)}). Raise it, or "
+            "divide the model over more ranks."
+        )
+
+
+def _shape(config: MasterConfig, section: Literal["policy", "teacher"]) -> ModelShape | None:
+    """Of the section's model; None where a warning says that rules about it were not checked."""
+    try:
+        if section == "teacher":
+            content = read_model_config(str(config["teacher"]["model_name"]))
+        else:
+            content = model_content(lambda path: reduce(getitem, path.split("."), cast("Any", config)))
+        return parse_model_shape(content).shape
+    except ConfigError:
+        return None
 
 
 def _budget(config: MasterConfig, budget: float | str, here: Here | None) -> tuple[int, str]:

@@ -74,7 +74,9 @@ class Passes:
     engine_share: float = 0.0
     """Of the device, which an engine beside training takes while it generates."""
     logprob_tokens: int = 0
-    """At a time in passes for log-probabilities, the reference's and the teacher's."""
+    """At a time in passes for log-probabilities, the reference's too."""
+    teacher_tokens: int = 0
+    """At a time in passes of the teacher."""
 
 
 @dataclass(frozen=True)
@@ -147,12 +149,11 @@ class Job:
         tokens = Tokens(count, self.sequence)
         return LayerContext(self.shape, self.layout, tokens, self.numbers, self.transformer_engine)
 
-    @property
-    def head_chunk_tokens(self) -> int | None:
-        """Tokens that the output head computes at a time; None: all."""
+    def head_chunk_tokens(self, num_rows: int) -> int | None:
+        """Tokens that the output head computes at a time of so many rows of the longest; None: all."""
         if not self.makes_logits and self.fused_chunk_tokens is not None:
             return self.fused_chunk_tokens
-        num_rows = 1 if self.is_packed else self.micro_batch
+        num_rows = 1 if self.is_packed else num_rows
         return None if self.logprob_chunk_size is None else self.logprob_chunk_size * num_rows
 
     @property
@@ -222,9 +223,21 @@ class Job:
         """What is counted of the teacher's layers on each stage; 0 without a teacher."""
         if self.teacher is None:
             return (0,) * self.layout.pipeline
+        teacher = self.of_teacher
+        return tuple(count(teacher.shape, teacher.layout, chunks, rank) for rank, chunks in enumerate(teacher.stages))
+
+    @property
+    def of_teacher(self) -> "Job":
+        """The same job with the teacher in the trained model's place, for a pass through it."""
+        assert self.teacher is not None, "distillation has one"
         layout = replace(self.layout, num_layers_first=None, num_layers_last=None, stages=None, virtual=1)
-        stages = stage_layers(layout, self.teacher.num_layers)
-        return tuple(count(self.teacher, layout, chunks, rank) for rank, chunks in enumerate(stages))
+        numbers = replace(self.numbers, element_bytes=self.teacher_element_bytes)
+        return replace(self, shape=self.teacher, layout=layout, numbers=numbers, adapters=None, teacher=None)
+
+    @property
+    def stages(self) -> Sequence[Sequence[range]]:
+        """The layers of each stage's chunks."""
+        return stage_layers(self.layout, self.shape.num_layers)
 
     @property
     def node_ranks(self) -> int:

@@ -20,10 +20,13 @@ from nemo_rl_offload.planner.cost.storages import LayerContext, Tokens
 from nemo_rl_offload.planner.job import Job
 from nemo_rl_offload.planner.simulate.simulated_step import SimulatedStep
 from nemo_rl_offload.planner.simulate.stages import job_link
+from nemo_rl_offload.specs.model_shape import LayerKind
 from nemo_rl_offload.units import GIB, MIB, gib
 
 OF_LAYOUT = ("optimizer step", "host memory")
 """How the sentences of `lacking` begin that a layout decides."""
+OF_MODEL = "No smaller pass helps"
+"""What stands in those sentences that a layout decides as well."""
 EXCHANGE_BYTES = 128 * MIB
 """Device memory that holds pieces of weights on their way: `offload.waiting_weights`."""
 LEAVING = "what leaves between two trainings"
@@ -113,8 +116,8 @@ class PhasesOfStage:
         elif passes.engine_share:
             found.append(Phase("generation", self._beside_engine()[0] | self._engine()))
         copies = {name: self._resident[name] for name in (EIGHT_BIT_COPIES,) if name in self._resident}
-        if passes.logprob_tokens and job.teacher is not None:
-            teacher = {"teacher": job.teacher_bytes[self._rank], **self._forward(passes.logprob_tokens)}
+        if job.teacher is not None:
+            teacher = {"teacher": job.teacher_bytes[self._rank], **self._teachers_forward()}
             if size := job.teacher_copies_bytes[self._rank]:
                 teacher["teacher's copies in 8 bits"] = size
             found.append(Phase("teacher's logits", self._asleep | teacher))
@@ -159,23 +162,13 @@ class PhasesOfStage:
                 leaves[name] = size
         return stays, leaves
 
-    def _context(self, tokens: int) -> LayerContext:
-        context = self._job.context
-        return replace(context, tokens=Tokens(max(1, tokens // self._job.layout.context), self._job.sequence))
-
     def _forward(self, tokens: int) -> dict[str, int]:
-        job, context = self._job, self._context(tokens)
-        found = {"one layer's forward": self._one_layer(context)}
-        if self._is_last:
-            head_bytes = forward_logits_bytes if job.makes_logits else fused_head_forward_bytes
-            element_bytes, chunk = job.numbers.element_bytes, job.head_chunk_tokens
-            count, dim = context.tokens.count, job.head_adapter_dim
-            head = head_bytes(job.shape, job.layout, count, element_bytes, chunk, adapter_dim=dim)
-            return {job.head_name: max(head, *found.values())}  # one after the other
-        return found
+        return _forward_of(self._job, tokens, self._kinds, is_last=self._is_last)
 
-    def _one_layer(self, context: LayerContext) -> int:
-        return max((forward_bytes(context, kind) for kind in set(self._kinds)), default=0)
+    def _teachers_forward(self) -> dict[str, int]:
+        teacher = self._job.of_teacher
+        kinds = [teacher.shape.layer_kinds[layer] for chunk in teacher.stages[self._rank] for layer in chunk]
+        return _forward_of(teacher, self._job.passes.teacher_tokens, kinds, is_last=self._is_last)
 
     def _generation(self) -> dict[str, int]:
         job, passes = self._job, self._job.passes
@@ -185,7 +178,7 @@ class PhasesOfStage:
         prompts = replace(whole, tokens=Tokens(passes.generation_rows * passes.prompt_length, passes.prompt_length))
         found = {
             **generation_bytes(whole, self._kinds),
-            "one layer's forward": self._one_layer(prompts),
+            "one layer's forward": _one_layer(prompts, self._kinds),
         }
         if self._is_last:
             rows, element_bytes = passes.generation_rows, job.numbers.element_bytes
@@ -213,6 +206,23 @@ class PhasesOfStage:
         link = job_link(self._job)
         ms = max(out_bytes / link.out_bytes_per_ms, in_bytes / link.in_bytes_per_ms)
         return Move(phase, what, out_bytes, in_bytes, ms)
+
+
+def _forward_of(job: Job, tokens: int, kinds: Sequence[LayerKind], *, is_last: bool) -> dict[str, int]:
+    """Of a pass over so many tokens through a stage of these layers."""
+    context = replace(job.context, tokens=Tokens(max(1, tokens // job.layout.context), job.sequence))
+    found = {"one layer's forward": _one_layer(context, kinds)}
+    if is_last:
+        head_bytes = forward_logits_bytes if job.makes_logits else fused_head_forward_bytes
+        element_bytes, chunk = job.numbers.element_bytes, job.head_chunk_tokens(max(1, tokens // job.sequence))
+        count, dim = context.tokens.count, job.head_adapter_dim
+        head = head_bytes(job.shape, job.layout, count, element_bytes, chunk, adapter_dim=dim)
+        return {job.head_name: max(head, *found.values())}  # one after the other
+    return found
+
+
+def _one_layer(context: LayerContext, kinds: Sequence[LayerKind]) -> int:
+    return max((forward_bytes(context, kind) for kind in set(kinds)), default=0)
 
 
 def update_bytes(job: Job, rank: int, layers: Sequence[range]) -> dict[str, int]:
@@ -275,6 +285,12 @@ def _lacking_on_host(job: Job, host: HostUse) -> Iterator[str]:
             f"host memory: {_listed(resident)} per rank, {gib(needed_bytes - host.budget_bytes)} more than the "
             f"{gib(host.budget_bytes)} of activation_offload.host_memory_budget. Raise that{less}."
         )
+    if (teacher_bytes := host.beside.get("teacher", 0)) > host.budget_bytes:
+        yield (
+            f"host memory: the teacher's weights {gib(teacher_bytes)} per rank, "
+            f"{gib(teacher_bytes - host.budget_bytes)} more than the {gib(host.budget_bytes)} of "
+            "activation_offload.host_memory_budget, which is its workers' too. Raise that."
+        )
     if host.used_node_bytes > host.node_bytes:
         yield (
             f"host memory: {host.node_ranks} ranks take {gib(host.used_node_bytes)}, a machine has "
@@ -301,11 +317,19 @@ def _remedy(job: Job, phase: Phase, training_fits: bool) -> str:
         if share > 1:
             return "With all of the optimizer on the host there is too little too."
         return sets if training_fits else ""
-    if job.micro_batch_tokens is not None:
-        section = "sequence_packing" if job.is_packed else "dynamic_batching"
-        return f"Lower policy.{section}.logprob_mb_tokens."
+    of_pass = sum(phase.parts.get(name, 0) for name in ("one layer's forward", job.head_name))
+    tokens = job.passes.teacher_tokens if "teacher" in phase.parts else job.passes.logprob_tokens
+    if phase.peak_bytes - of_pass > job.budget_bytes or tokens <= job.sequence:
+        return f"{OF_MODEL}: divide the model over more ranks."
     fused = ", or set policy.megatron_cfg.use_fused_linear_logprobs=true" if job.makes_logits else ""
-    return f"Lower policy.logprob_batch_size{fused}."
+    return f"Lower {_key_of_pass(job, phase)}{fused}."
+
+
+def _key_of_pass(job: Job, phase: Phase) -> str:
+    if job.micro_batch_tokens is not None:
+        return f"policy.{'sequence_packing' if job.is_packed else 'dynamic_batching'}.logprob_mb_tokens"
+    is_own = "teacher" in phase.parts and job.passes.teacher_tokens != job.passes.logprob_tokens
+    return f"{'teacher' if is_own else 'policy'}.logprob_batch_size"
 
 
 def _least_share_on_host(job: Job, phase: Phase) -> float:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from nemo_rl_offload.planner.job import Job, Recompute
-from nemo_rl_offload.planner.phases import OF_LAYOUT, UPDATE_BYTES, PhasesOfStage, lacking, update_lacks
+from nemo_rl_offload.planner.phases import OF_LAYOUT, OF_MODEL, UPDATE_BYTES, PhasesOfStage, lacking, update_lacks
 from nemo_rl_offload.planner.search.choice import as_configured, best_tried, choose, surely_fits, surely_lacks
 from nemo_rl_offload.planner.search.frontier import frontier
 from nemo_rl_offload.planner.search.layout_search import FoundLayout, LayoutAdvice
@@ -147,7 +147,7 @@ def make_plan(job: Job, with_suggestions: bool = True) -> JobPlan:
 def asks_for_layouts(plan: JobPlan) -> bool:
     """Whether something lacks that another layout may have room for. What a generating engine or the passes for
     log-probabilities lack beside training, keys of their own change."""
-    return bool(plan.shortfall_bytes) or any(text.startswith(OF_LAYOUT) for text in plan.lacking)
+    return bool(plan.shortfall_bytes) or any(text.startswith(OF_LAYOUT) or OF_MODEL in text for text in plan.lacking)
 
 
 def with_advice(plan: JobPlan, advice: LayoutAdvice) -> JobPlan:

@@ -4,7 +4,6 @@ Memory is what the driver reports as usable, peak rates are dense (no sparsity) 
 reaches of them is a stated fraction, not a promise: replace any number by a measurement in a file.
 """
 
-import math
 import re
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
@@ -13,6 +12,9 @@ from typing import Any
 from nemo_rl_offload.errors import ConfigError, nearest
 from nemo_rl_offload.specs.documents import DocumentError, read_yaml
 from nemo_rl_offload.units import GIB
+
+LEAST, MOST = 1e-6, 1e9
+"""Of any number that a file gives: what is made of them is finite."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,8 @@ def _read_device(path: Path) -> Device:
         problems.append(f"missing: {', '.join(missing)}. Give them, or a device to start from: like: h100-80gb.")
     if problems:
         raise ConfigError("\n".join(f"--gpu {path}: {problem}" for problem in problems))
+    if "devices_per_node" in values:
+        values["devices_per_node"] = int(values["devices_per_node"])
     return replace(base, **values) if base else Device(**values)
 
 
@@ -131,8 +135,8 @@ def _wrong(key: str, value: Any) -> str | None:
     if key == "fp8_tflops" and value is None:
         return None
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value < math.inf:
-        return f"{value!r} is not a positive number."
+    if not is_number or not LEAST <= value <= MOST:
+        return f"{value!r} is not a positive number, from {LEAST:g} to {MOST:g}."
     if key in ("achieved", "achieved_memory") and value > 1:
         return f"{value!r} is a share of the peak rate: at most 1."
     if key == "devices_per_node" and value != int(value):

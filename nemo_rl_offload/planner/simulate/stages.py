@@ -259,7 +259,11 @@ class _Builder:
             )
             head_bytes = logits_bytes if job.makes_logits else without_logits
             static[job.head_name] = head_bytes(
-                job.shape, job.layout, job.context.tokens.count, job.numbers.element_bytes, job.head_chunk_tokens
+                job.shape,
+                job.layout,
+                job.context.tokens.count,
+                job.numbers.element_bytes,
+                job.head_chunk_tokens(job.micro_batch),
             )
         # At the end of the pipeline, what was there for the loss is gone when the layers' backward begins.
         gone = static.get(job.head_name, 0) + (parts[-1][-1].kept_bytes if is_last else 0)

@@ -92,6 +92,25 @@ def test_what_leaves_for_log_probabilities_counts(overrides: tuple[str, ...], ea
     assert ("or leave out policy.offload_optimizer_for_logprob" in problem) == (not nothing_leaves)
 
 
+def test_a_teachers_weights_have_to_fit_too() -> None:
+    """Its workers ended in that error after both models were loaded."""
+    path = PROJECT_ROOT / "examples/configs/distillation_tiny.yaml"
+    teacher = AutoConfig.from_pretrained(PROJECT_ROOT / "examples/models/tiny_teacher")
+    with torch.device("meta"):
+        count = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(teacher).parameters())
+    key = f"{M}.activation_offload.host_memory_budget"
+    for precision, size in (("null", 4), ("bfloat16", 2)):
+        for share, is_refused in ((0.99, True), (1.01, False)):
+            changes = [f"{key}={share * size * count / 1024:.1f}KiB", f"teacher.precision={precision}"]
+            config: Any = load_config(path, changes)
+            found = list(host_problems(config))
+            assert bool(found) == is_refused
+            assert all("has no room for the teacher's weights (" in line for line in found)
+    config = load_config(path)
+    assert list(host_problems(config, Here(1, 1 << 20, has_gpus=False))) == []
+    assert list(host_problems(config, Here(1, 1 << 20, has_gpus=True))) != []
+
+
 def test_nothing_is_said_of_what_only_the_machine_knows() -> None:
     assert problems("0.001") == []
     assert problems("1KiB", "cluster.gpus_per_node=auto", f"{M}.optimizer.use_distributed_optimizer=true") == []

@@ -55,6 +55,49 @@ def test_each_algorithm_has_its_phases_in_the_order_of_a_step() -> None:
     assert list(phases_of(distilled))[1] == "teacher's logits"
 
 
+@pytest.mark.parametrize("makes_logits", [False, True])
+def test_a_teachers_pass_is_of_its_own_shape_and_rows(makes_logits: bool) -> None:
+    """It was counted as one of the student's, at the student's rows: 30 GiB too little beside a teacher of 32 B."""
+    student, teacher = (make_job(f"Qwen/{name}", layout=ALONE) for name in ("Qwen2.5-1.5B", "Qwen3-8B"))
+    student, teacher = (replace(job, makes_logits=makes_logits) for job in (student, teacher))
+    tokens = 8 * student.sequence
+    passes = Passes(logprob_tokens=student.sequence, teacher_tokens=tokens)
+    found = phases_of(replace(student, passes=passes, teacher=teacher.shape))["teacher's logits"].parts
+    own = phases_of(replace(teacher, passes=Passes(logprob_tokens=tokens)))["log-probabilities"].parts
+    assert found[student.head_name] == own[student.head_name]
+    assert found["teacher"] == own["weights"]
+
+
+@pytest.mark.parametrize(("is_packed", "rows_of_a_chunk"), [(False, 16), (True, 1)])
+def test_chunks_of_log_probabilities_are_of_their_own_rows(is_packed: bool, rows_of_a_chunk: int) -> None:
+    """They were of as many rows as training has at a time."""
+    job = replace(make_job("Qwen/Qwen2.5-1.5B", layout=ALONE), makes_logits=True, logprob_chunk_size=256)
+    job = replace(job, is_packed=is_packed, passes=Passes(logprob_tokens=16 * job.sequence))
+    vocabulary, tokens = job.shape.vocab_size, 16 * job.sequence
+    for micro_batch in (1, 4, 16):
+        found = phases_of(replace(job, micro_batch=micro_batch))["log-probabilities"].parts["logits"]
+        assert found == vocabulary * (tokens * 2 + 256 * rows_of_a_chunk * 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"teacher_element_bytes": 4}, "No smaller pass helps: divide the model over more ranks."),
+        ({"passes": Passes(logprob_tokens=4096, teacher_tokens=1 << 21)}, "Lower teacher.logprob_batch_size."),
+        ({"passes": Passes(logprob_tokens=1 << 21, teacher_tokens=1 << 21)}, "Lower policy.logprob_batch_size."),
+        ({"host_budget": 8 * GIB}, "the teacher's weights 15.3 GiB per rank, 7.3 GiB more than the 8.0 GiB of"),
+    ],
+)
+def test_what_a_teacher_lacks_names_what_helps(changes: dict[str, Any], remedy: str) -> None:
+    """Fewer rows were advised where the weights alone have no room, and the other model's key."""
+    job = replace(make_job("Qwen/Qwen2.5-1.5B", layout=ALONE, makes_logits=False), frees_gradients=True)
+    teacher = make_job("Qwen/Qwen3-32B" if "teacher_element_bytes" in changes else "Qwen/Qwen3-8B").shape
+    passes = Passes(logprob_tokens=4096, teacher_tokens=4096)
+    job = replace(job, teacher=teacher, **{"passes": passes, "host_budget": 200 * GIB, **changes})
+    (line,) = lacking(job, run_nothing(job))
+    assert remedy in line
+
+
 def test_gradients_are_where_they_are_needed_alone() -> None:
     job = replace(make_job("Qwen/Qwen2.5-1.5B"), passes=GRPO, reference_on_host=True)
     kept, freed = phases_of(job), phases_of(replace(job, frees_gradients=True))

@@ -38,6 +38,8 @@ def test_measurements_replace_numbers(tmp_path: Path) -> None:
         ("like: h100\ndevices_per_node: 2.5", "devices_per_node: 2.5 is not a whole number"),
         ("like: h100\nname: [1]", "name: [1] is not a name"),
         ("like: h100\nmemory_gib: .inf", "memory_gib: inf is not a positive number"),
+        ("like: h100\nhost_memory_gib: 1.0e+300", "host_memory_gib: 1e+300 is not a positive number, from 1e-06 to"),
+        ("like: h100\nachieved: 1.0e-300", "achieved: 1e-300 is not a positive number, from 1e-06 to 1e+09."),
         ("like: h100\nmemory_gib: .nan", "memory_gib: nan is not a positive number"),
         ("like: h1000", "like: h1000: unknown device. Did you mean 'h100'?"),
         ("like: mine.yaml", "like: mine.yaml: unknown device"),
