@@ -116,11 +116,8 @@ def run_evaluation(
         _, validation = prompt_sets(prompt_data(config), config["env"]["reasoning_gym"], tokenizer, section["seed"])
     prompts, size = validation[: rollouts["max_val_samples"]], rollouts["val_batch_size"]
     if len(prompts) < len(validation):
-        key = f"{config['algorithm']}.max_val_samples"
-        say(
-            f"warning: {len(prompts)} of {len(validation)} problems are evaluated, the first ones. For all: "
-            f"{key}={len(validation)}."
-        )
+        num, key = len(validation), f"{config['algorithm']}.max_val_samples"
+        say(f"warning: the first {len(prompts)} of {num} problems are evaluated. For all: {key}={num}.")
     if not prompts:
         raise DataError("data.validation: there is no problem to evaluate. Give some, as data.validation.path.")
     model_path, log = resolve_model_path(policy["model_name"]).resolve(), SampleLog(folder)

@@ -116,12 +116,7 @@ class ChatEncoder:
         """Whether any turn begins otherwise than the generation prompt, which the check of the configuration says."""
 
     def __call__(
-        self,
-        messages: Sequence[Message],
-        num_given: int = 0,
-        tools: Tools | None = None,
-        *,
-        counts_given: bool = True,
+        self, messages: Sequence[Message], num_given: int = 0, tools: Tools | None = None, *, counts_given: bool = True
     ) -> Row:
         """Encode a conversation; the assistant turns after its first ``num_given`` messages are learned.
 
@@ -139,10 +134,8 @@ class ChatEncoder:
         is_learned = [False] * len(token_ids)
         rest_is_learned = False
         before = 0
+        self._count_others(messages if counts_given else messages[num_given:], chat.text)
         for turn, message in enumerate(messages):
-            if message["role"] != "assistant" and (counts_given or turn >= num_given):
-                self.counts.num_others += 1
-                self.counts.num_unheard += not _is_heard(chat.text, message["content"])
             if message["role"] != "assistant" or turn < num_given:
                 continue
             if num_read < len(chat.text) and num_read <= before:
@@ -179,6 +172,12 @@ class ChatEncoder:
         if self._beginning is not None and token_ids[:1] != [self._beginning]:
             token_ids, is_learned = [self._beginning, *token_ids], [False, *is_learned]
         return Row(token_ids, is_learned, chat.text[num_read:], rest_is_learned)
+
+    def _count_others(self, messages: Sequence[Message], text: str) -> None:
+        for message in messages:
+            if message["role"] != "assistant":
+                self.counts.num_others += 1
+                self.counts.num_unheard += not _is_heard(text, message["content"])
 
     def _by_template(self, messages: Sequence[Message], template: str, tools: Tools | None) -> Row:
         if [message["role"] for message in messages] != ["user", "assistant"]:

@@ -40,7 +40,7 @@ def test_an_evaluation_is_a_validation(tmp_path: Path) -> None:
     trained = command(tmp_path, "run", "grpo", "--run-dir", "trained", *SMALL, *few)["validation"]
     assert trained["first"] != trained["last"]
     once = ("eval.num_tests_per_prompt=1", "eval.k_value=1", "eval.seed=1")
-    left_out = "warning: 24 of 200 problems are evaluated, the first ones. For all: grpo.max_val_samples=200."
+    left_out = "warning: the first 24 of 200 problems are evaluated. For all: grpo.max_val_samples=200."
     start = command(tmp_path, "eval", "--run-dir", "start", *SMALL, *once, said=left_out)
     assert start["accuracy"] == start["pass_at_k"] == trained["first"]
     last = command(tmp_path, "eval", "--checkpoint", "trained/step_2", *SMALL, *once)
