@@ -28,7 +28,7 @@ class Collected:
     place: Mapping[str, int]
     """Of the data, after this step's prompts."""
     num_passes: int
-    """Over the data, that are complete with this step's prompts."""
+    """Over the data, that are complete with this step's prompts; 0 where nobody limits them."""
 
 
 class Collector:
@@ -52,7 +52,7 @@ class Collector:
         self._failure: Exception | None = None
         self._place: Mapping[str, int] | None = None
         self.num_passes = 0
-        """Over the data, that are complete with the last step that was trained."""
+        """Over the data, that are complete with the last step that was trained; 0 where nobody limits them."""
 
     def state_dict(self) -> dict[str, int]:
         """The place in the data after the last step that was trained."""
@@ -61,7 +61,8 @@ class Collector:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on from there."""
         self._data.load_state_dict(state)
-        self._place, self.num_passes = dict(state), self._data.num_passes
+        self._place = dict(state)
+        self.num_passes = 0 if self._max_passes is None else self._data.num_passes
 
     def take(self, step: int, last_step: int) -> tuple[Rollout, int, list[Rollout]]:
         """Wait for what was generated for the step; with its age in steps, and what waits for later ones.
@@ -98,7 +99,7 @@ class Collector:
             if step is None:
                 return
             prompts = self._data.next_batch(self._num_prompts)
-            reached = self._data.state_dict(), self._data.num_passes
+            reached = self._data.state_dict(), 0 if self._max_passes is None else self._data.num_passes
             arguments = (ahead, step, prompts, reached)
             threading.Thread(target=self._collect, args=arguments, name=f"step {step}", daemon=True).start()
 

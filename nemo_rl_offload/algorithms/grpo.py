@@ -7,7 +7,7 @@ takes clipped policy-gradient steps on the differences.
 import copy
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
@@ -27,12 +27,14 @@ from nemo_rl_offload.algorithms.rollout_loop import (
 )
 from nemo_rl_offload.algorithms.waiting import waiting
 from nemo_rl_offload.batching.batch import NO_ROUTE, ROUTED_EXPERTS, Batch
+from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
 from nemo_rl_offload.config.environments import ENVIRONMENTS
 from nemo_rl_offload.config.loader import resolve_model_path
 from nemo_rl_offload.config.schema import MasterConfig
 from nemo_rl_offload.data.policy_tokenizer import load_policy_tokenizer, response_ends
 from nemo_rl_offload.data.prompts import Prompt, prompt_data, prompt_sets
+from nemo_rl_offload.environments.interface import Score
 from nemo_rl_offload.environments.pool import EnvironmentPool, make_environment
 from nemo_rl_offload.errors import DataError, WorkerError
 from nemo_rl_offload.losses.advantages import (
@@ -190,7 +192,7 @@ class GRPO(RolloutLoop):
             stream = 2 * (self.step * num_batches + len(sampled))
             played = watch.time("generation", lambda p=prompts, s=stream: self._rollout(p, num_generations, s))  # type: ignore[misc]
             sampled.append(played)
-            kept += [group for group in played.groups(num_generations) if self._teaches(group)]
+            kept += self._that_teach(played)
         everything = Rollout.join(sampled)
         num_sampled = len(everything.responses) // num_generations
         metrics = {"num_gen_batches": float(len(sampled)), "kept_prompts_fraction": len(kept) / num_sampled}
@@ -234,12 +236,28 @@ class GRPO(RolloutLoop):
         self._dropped = self._disagreement = None
         return [*super().notices(), *found]
 
-    def _teaches(self, group: Rollout) -> bool:
-        """Whether responses to a prompt differ in what is compared, and any of them is learned from."""
-        if all(score.is_masked for score in group.scores):
-            return False
-        is_decoupled = self.config["grpo"]["adv_estimator"]["name"] == "gdpo"
-        return has_signal(self._decoupled_advantages(group) if is_decoupled else self._scaled_rewards(group))
+    def _that_teach(self, played: Rollout) -> list[Rollout]:
+        """Prompts whose responses differ in what is compared, and of which any is learned from."""
+        num_generations = self.config["grpo"]["num_generations_per_prompt"]
+        values = self._scaled_rewards(played)
+        if self.config["grpo"]["adv_estimator"]["name"] == "gdpo":
+            values = self._own_advantages(played)
+        groups = zip(played.groups(num_generations), values.view(-1, num_generations), strict=True)
+        return [
+            group
+            for group, values_N in groups
+            if has_signal(values_N) and not all(score.is_masked for score in group.scores)
+        ]
+
+    def _own_advantages(self, played: Rollout) -> Tensor:
+        """[B] GDPO's of each prompt by itself. Weights for other rewards than these are left to what is kept of all."""
+        grpo, parts = self.config["grpo"], self._several_rewards(played)
+        if not parts:
+            return torch.zeros(len(played.scores))
+        weights = grpo["adv_estimator"]["reward_weights"] or ()
+        weights = weights if len(weights) == len(parts) else [1.0] * len(parts)
+        prompts_GNK = torch.stack([*parts.values()], dim=1).view(-1, grpo["num_generations_per_prompt"], len(parts))
+        return torch.cat([self._of_parts(prompt_NK, weights) for prompt_NK in prompts_GNK])
 
     def _scaled_rewards(self, played: Rollout) -> Tensor:
         scaling = self.config["grpo"]["reward_scaling"]
@@ -296,15 +314,22 @@ class GRPO(RolloutLoop):
                     found[row, len(prompt.token_ids) + begin : len(prompt.token_ids) + end] = advantage
         return found
 
+    def _several_rewards(self, played: Rollout) -> dict[str, Tensor]:
+        """By name, [B] each; none where no response was scored. Raises WorkerError where there are not several."""
+        if len(parts := played.parts) >= 2 or not any(map(_is_scored, played.responses, played.scores)):
+            return parts
+        raise WorkerError(
+            f"grpo.adv_estimator.name: gdpo compares several rewards, and the environment "
+            f"{self.config['data']['env_name']} returned {', '.join(parts) or _UNNAMED}. Return them under `rewards` "
+            "(NeMo-Gym's servers: `reward_components`), or set grpo."
+        )
+
     def _check_names(self, played: Rollout) -> None:
         """Raise WorkerError where responses to one prompt have rewards of other names, which would count as 0."""
         for group in played.groups(self.config["grpo"]["num_generations_per_prompt"]):
-            scored = [
-                score.parts or {}
-                for score, response in zip(group.scores, group.responses, strict=True)
-                if response.finished and not score.scorer_error
-            ]
-            if len(named := list(dict.fromkeys(", ".join(sorted(parts)) or "none by name" for parts in scored))) > 1:
+            pairs = zip(group.responses, group.scores, strict=True)
+            scored = [sorted(score.parts or ()) for response, score in pairs if _is_scored(response, score)]
+            if len(named := list(dict.fromkeys(", ".join(names) or _UNNAMED for names in scored))) > 1:
                 raise WorkerError(
                     f"grpo.adv_estimator.name: gdpo compares rewards by name, and the environment "
                     f"{self.config['data']['env_name']} returned for one response to a prompt {named[0]}, for another "
@@ -313,30 +338,34 @@ class GRPO(RolloutLoop):
 
     def _decoupled_advantages(self, played: Rollout) -> Tensor:
         """[B]"""
-        grpo, parts = self.config["grpo"], played.parts
-        weights = grpo["adv_estimator"]["reward_weights"]
-        if not parts and not any(response.finished for response in played.responses):
-            return torch.zeros(len(played.scores))  # no response was scored
+        weights, parts = self.config["grpo"]["adv_estimator"]["reward_weights"], self._several_rewards(played)
+        if not parts:
+            return torch.zeros(len(played.scores))
         self._check_names(played)
-        names = ", ".join(parts) or "none by name"
-        if len(parts) < 2:
-            raise WorkerError(
-                f"grpo.adv_estimator.name: gdpo compares several rewards, and the environment "
-                f"{self.config['data']['env_name']} returned {names}. Return them under `rewards` (NeMo-Gym's servers: "
-                "`reward_components`), or set grpo."
-            )
         if weights is not None and len(weights) != len(parts):
             raise WorkerError(
-                f"grpo.adv_estimator.reward_weights: {len(weights)} weights for {len(parts)} rewards ({names}). Give "
-                "one each, in this order."
+                f"grpo.adv_estimator.reward_weights: {len(weights)} weights for {len(parts)} rewards "
+                f"({', '.join(parts)}). Give one each, in this order."
             )
+        return self._of_parts(torch.stack([*parts.values()], dim=1), weights or [1.0] * len(parts))
+
+    def _of_parts(self, parts_BK: Tensor, weights: Sequence[float]) -> Tensor:
+        grpo = self.config["grpo"]
         return decoupled_advantages(
-            torch.stack([*parts.values()], dim=1),
-            torch.tensor(weights or [1.0] * len(parts)),
+            parts_BK,
+            torch.tensor(weights),
             grpo["num_generations_per_prompt"],
             normalize=grpo["normalize_rewards"],
             leave_one_out=grpo["use_leave_one_out_baseline"],
         )
+
+
+_UNNAMED = "none by name"
+
+
+def _is_scored(response: Response, score: Score) -> bool:
+    """Whether an environment has judged the response, and it is learned from."""
+    return response.finished and not (score.scorer_error or score.is_masked)
 
 
 def _token_mult_prob_error(batch: Batch) -> float:

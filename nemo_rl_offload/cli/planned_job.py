@@ -115,9 +115,10 @@ def _passes(config: Mapping[str, Any]) -> Passes:
     if algorithm.has_logprob_passes:
         sections = (policy["dynamic_batching"], policy["sequence_packing"])
         tokens = next((section["logprob_mb_tokens"] for section in sections if section["enabled"]), None)
-        rows = (policy["logprob_batch_size"], config["teacher"]["logprob_batch_size"] or policy["logprob_batch_size"])
+        given = config["teacher"]["logprob_batch_size"]
+        rows = (policy["logprob_batch_size"], given or policy["logprob_batch_size"])
         own, teachers = (max(tokens or num_rows * longest, longest) for num_rows in rows)
-        found = replace(found, logprob_tokens=own, teacher_tokens=teachers)
+        found = replace(found, logprob_tokens=own, teacher_tokens=teachers, teachers_own_rows=given is not None)
     return found
 
 

@@ -4,7 +4,7 @@ import re
 import shlex
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -29,11 +29,10 @@ def overridden(config: dict[str, Any], overrides: Sequence[str]) -> tuple[dict[s
     rest = list(overrides)
     while rest:
         text = rest.pop(0)
-        if num := _num_cut_off(text, rest):
-            whole, rest = "".join([text, *rest[:num]]), rest[num:]
-            problems.append(
-                f"override '{shortened(text)}': it is cut at a blank. Write {shlex.quote(shortened(whole))}"
-            )
+        if whole := _whole_of_cuts(text, rest):
+            rest = rest[whole.num_words - 1 :]
+            written = shlex.quote(whole.text) if whole.text == shortened(whole.text) else "all of it in quotes."
+            problems.append(f"override '{shortened(text)}': it is cut at a blank. Write {written}")
             continue
         try:
             override = _parsed(text)
@@ -47,19 +46,26 @@ def overridden(config: dict[str, Any], overrides: Sequence[str]) -> tuple[dict[s
     return origins, problems
 
 
-def _num_cut_off(text: str, rest: Sequence[str]) -> int:
-    """How many of the words behind this one belong to it, which a shell has cut at blanks; 0 where it is whole."""
+class _Whole(NamedTuple):
+    """What a shell has cut at blanks, joined again."""
+
+    text: str
+    num_words: int
+
+
+def _whole_of_cuts(text: str, rest: Sequence[str]) -> _Whole | None:
+    """A word with those behind it that belong to it; None where it is whole by itself."""
     _, equals, value = text.partition("=")
-    following = rest[0] if rest else ""
-    num = 0
+    following, num, blank = rest[0] if rest else "", 0, ""
     if equals and _unclosed(value):
-        ends = range(1, min(len(rest), _MAX_CUTS) + 1)
-        num = next((end for end in ends if not _unclosed("".join([value, *rest[:end]]))), 0)
+        ends, blank = range(1, min(len(rest), _MAX_CUTS) + 1), " "
+        num = next((end for end in ends if not _unclosed(" ".join([value, *rest[:end]]))), 0)
     elif not equals and following[:1] == "=" != following[1:2]:
         num = 2 if following == "=" else 1
     elif equals and not value and following and "=" not in following:
         num = 1
-    return num if num and _parses("".join([text, *rest[:num]])) else 0
+    whole = blank.join([text, *rest[:num]])
+    return _Whole(whole, 1 + num) if num and _parses(whole) else None
 
 
 def _parses(text: str) -> bool:

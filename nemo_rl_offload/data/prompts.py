@@ -95,6 +95,8 @@ class TrainingPrompts:
         self._epoch = 0
         self._position = 0
         self._order = self._epoch_order()
+        self._looked_at: tuple[int, int] | None = None
+        self._is_at_end = False
 
     def problems(self) -> Iterator[Problem]:
         """All, those that are held out too."""
@@ -108,8 +110,10 @@ class TrainingPrompts:
     @property
     def num_passes(self) -> int:
         """Passes over all problems that are complete: no usable one is left of them."""
-        rest = (self._problems[self._order[place]] for place in range(self._position, len(self._order)))
-        return self._epoch + (not any(map(self._usable, rest)))
+        if self._looked_at != (place := (self._epoch, self._position)):
+            rest = (self._problems[self._order[each]] for each in range(self._position, len(self._order)))
+            self._looked_at, self._is_at_end = place, not any(map(self._usable, rest))
+        return self._epoch + self._is_at_end
 
     def next_batch(self, num_prompts: int) -> list[Prompt]:
         """Return the next prompts.

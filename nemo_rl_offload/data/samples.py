@@ -78,10 +78,11 @@ def sample_sets(
             f"data.train: {len(train)} samples do not fill a batch of policy.train_global_batch_size {batch_size}. "
             f"Lower it{_with_microbatch(len(train), config['policy'])}, or give more data."
         )
-    if num_known := len(set(map(_tokens, validation)).intersection(map(_tokens, train))):
+    known = set(map(_tokens, validation)).intersection(map(_tokens, train))
+    if num_known := sum(_tokens(sample) in known for sample in validation):
         warnings.warn(
-            f"data.validation: {num_known} samples of its {len(validation)} are in data.train too, so that it says "
-            "less of what the model has not seen. data.train.split_validation_size holds records of a file back.",
+            f"data.validation: of its {len(validation)} samples, data.train has {num_known} too, so that it says less "
+            "of what the model has not seen. data.train.split_validation_size holds records of a file back.",
             stacklevel=2,
         )
     stream = SampleStream(train, batch_size, shuffle=data["shuffle"], seed=seed)

@@ -77,6 +77,8 @@ class Passes:
     """At a time in passes for log-probabilities, the reference's too."""
     teacher_tokens: int = 0
     """At a time in passes of the teacher."""
+    teachers_own_rows: bool = False
+    """Whether `teacher.logprob_batch_size` says so, and not the policy's."""
 
 
 @dataclass(frozen=True)

@@ -319,16 +319,18 @@ def _remedy(job: Job, phase: Phase, training_fits: bool) -> str:
         return sets if training_fits else ""
     of_pass = sum(phase.parts.get(name, 0) for name in ("one layer's forward", job.head_name))
     tokens = job.passes.teacher_tokens if "teacher" in phase.parts else job.passes.logprob_tokens
-    if phase.peak_bytes - of_pass > job.budget_bytes or tokens <= job.sequence:
+    fused = "set policy.megatron_cfg.use_fused_linear_logprobs=true" if job.makes_logits else ""
+    if phase.peak_bytes - of_pass > job.budget_bytes or (tokens <= job.sequence and not fused):
         return f"{OF_MODEL}: divide the model over more ranks."
-    fused = ", or set policy.megatron_cfg.use_fused_linear_logprobs=true" if job.makes_logits else ""
-    return f"Lower {_key_of_pass(job, phase)}{fused}."
+    if tokens <= job.sequence:
+        return f"S{fused[1:]}."
+    return f"Lower {_key_of_pass(job, phase)}{', or ' if fused else ''}{fused}."
 
 
 def _key_of_pass(job: Job, phase: Phase) -> str:
     if job.micro_batch_tokens is not None:
         return f"policy.{'sequence_packing' if job.is_packed else 'dynamic_batching'}.logprob_mb_tokens"
-    is_own = "teacher" in phase.parts and job.passes.teacher_tokens != job.passes.logprob_tokens
+    is_own = "teacher" in phase.parts and job.passes.teachers_own_rows
     return f"{'teacher' if is_own else 'policy'}.logprob_batch_size"
 
 

@@ -14,7 +14,7 @@ from nemo_rl_offload.batching.batch import Batch
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.data.prompts import prompt_sets
 from nemo_rl_offload.environments.interface import Episode, Score
-from nemo_rl_offload.errors import DataError
+from nemo_rl_offload.errors import DataError, WorkerError
 
 SMALL = (
     "grpo.max_num_steps=4",
@@ -96,17 +96,44 @@ def test_dynamic_sampling_compares_what_is_learned_from(make: Make) -> None:
 
 
 class InParts(FakeEnvironment):
-    """Each response to a prompt has the next of `given`, and the same sum."""
+    """Each response has the next of `given`."""
 
-    def __init__(self, *given: tuple[float, float]) -> None:
+    def __init__(self, *given: dict[str, float] | None) -> None:
         self._given = given
 
     def step(self, episodes: Sequence[Episode]) -> list[Score]:
-        parts = [
-            dict(zip("ab", map(float, self._given[place % len(self._given)]), strict=True))
-            for place in range(len(episodes))
-        ]
-        return [Score(sum(part.values()), True, False, parts=part) for part in parts]
+        parts = [self._given[place % len(self._given)] for place in range(len(episodes))]
+        failed = Score(0.0, is_correct=False, scorer_error=True)
+        return [failed if part is None else Score(sum(part.values()), True, False, parts=part) for part in parts]
+
+
+def ab(*pairs: tuple[float, float]) -> list[dict[str, float]]:
+    return [{"a": float(a), "b": float(b)} for a, b in pairs]
+
+
+@pytest.mark.parametrize(
+    ("others", "weights"),
+    [
+        ([None] * 4, "null"),
+        ([{"c": 1.0}, {"c": 0.0}, {"c": 0.0}, {"c": 0.0}], "null"),
+        ([{"c": 1.0, "d": 0.0}, *[{"c": 0.0, "d": 0.0}] * 3], "[1.0, 1.0, 1.0, 1.0]"),
+    ],
+)
+def test_dynamic_sampling_judges_what_it_keeps_together(
+    others: list[dict[str, float] | None], weights: str, make: Make
+) -> None:
+    """A prompt that no scorer can judge, or with rewards of other names, ended the run."""
+    several = ("grpo.adv_estimator.name=gdpo", f"grpo.adv_estimator.reward_weights={weights}")
+    given = [*ab((1, 0), (0, 0), (0, 0), (1, 1)), *others]
+    loop, policy = make(InParts(*given), "grpo.use_dynamic_sampling=true", *several)
+    _, metrics = step(loop, policy)
+    assert metrics["num_gen_batches"] == (2 if None in others else 1)
+
+
+def test_dynamic_sampling_needs_several_rewards_too(make: Make) -> None:
+    loop, policy = make(Graded(period=1), "grpo.use_dynamic_sampling=true", "grpo.adv_estimator.name=gdpo")
+    with pytest.raises(WorkerError, match="gdpo compares several rewards, and the environment reasoning_gym returned"):
+        step(loop, policy)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +151,7 @@ def test_dynamic_sampling_compares_several_rewards_as_they_count(
 ) -> None:
     sampling = ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=1")
     several = ("grpo.adv_estimator.name=gdpo", f"grpo.adv_estimator.reward_weights={weights or 'null'}")
-    loop, policy = make(InParts(*given), *sampling, *several)
+    loop, policy = make(InParts(*ab(*given)), *sampling, *several)
     if teaches:
         batch, _ = step(loop, policy)
         assert bool(batch["advantages"].any())

@@ -19,11 +19,10 @@ def advantages(scores: list[Score], weights: list[float] | None = None) -> torch
     grpo = {"adv_estimator": estimator, "num_generations_per_prompt": 2}
     grpo |= {"normalize_rewards": True, "use_leave_one_out_baseline": False}
     responses: Any = [SimpleNamespace(finished=score is not UNFINISHED) for score in scores]
-    loop: Any = SimpleNamespace(config={"grpo": grpo, "loss_fn": {}, "data": {"env_name": "function"}})
-    loop._decoupled_advantages = lambda played: GRPO._decoupled_advantages(loop, played)
-    loop._check_names = lambda played: GRPO._check_names(loop, played)
+    loop: Any = object.__new__(GRPO)
+    loop.config = {"grpo": grpo, "loss_fn": {}, "data": {"env_name": "function"}}
     batch: Any = {"token_mask": torch.ones(len(scores), 3)}
-    found = GRPO._advantages(loop, Rollout([], responses, scores), batch)
+    found: torch.Tensor = loop._advantages(Rollout([], responses, scores), batch)
     assert found.shape == (len(scores), 3)
     return found[:, 0]
 
@@ -66,8 +65,11 @@ def test_what_cannot_be_compared_ends_the_run(scores: list[Score], weights: Any,
 
 def test_prompts_may_have_rewards_of_other_names_and_failures_none() -> None:
     failed = Score(0.0, is_correct=False, scorer_error=True)
-    scores = [scored(a=1.0, b=0.0), failed, scored(c=0.0), scored(c=1.0)]
-    assert [each > 0 for each in advantages(scores).tolist()] == [True, False, False, True]
+    masked = Score(0.0, is_correct=False, scorer_error=False, is_masked=True)
+    for other in (failed, masked, UNFINISHED):
+        scores = [scored(a=1.0, b=0.0), other, scored(c=0.0), scored(c=1.0)]
+        assert [each > 0 for each in advantages(scores).tolist()] == [True, False, False, True]
+    assert advantages([failed, masked]).tolist() == [0.0, 0.0]
 
 
 def test_means_of_several_rewards_are_metrics() -> None:

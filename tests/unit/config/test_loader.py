@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from nemo_rl_offload.config import loader
 from nemo_rl_offload.config.loader import load_config, read_config, resolve_model_path, resolve_tokenizer_path
 from nemo_rl_offload.config.sources import OVERRIDE
-from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.errors import ConfigError, shortened
 from nemo_rl_offload.units import parse_bytes
 
 KEYS = st.sampled_from(["a", "b", "c"])
@@ -226,8 +226,10 @@ def test_overrides_that_do_not_apply(sample: Callable[..., dict[str, Any]], over
 @pytest.mark.parametrize(
     ("words", "whole"),
     [
-        (["a.c=[core_attn,", "attn_proj]"], "'a.c=[core_attn,attn_proj]'"),
-        (["a.c=[{x:", "1},", "{y:", "2}]"], "'a.c=[{x:1},{y:2}]'"),
+        (["a.c=[core_attn,", "attn_proj]"], "'a.c=[core_attn, attn_proj]'"),
+        (["a.c=[{x:", "1},", "{y:", "2}]"], "'a.c=[{x: 1}, {y: 2}]'"),
+        (["a.c=[the", "end,stop]"], "'a.c=[the end,stop]'"),
+        (["a.c=[" + "x" * 210 + ",", "2]"], "all of it in quotes."),
         (["a.b", "=", "3"], "a.b=3"),
         (["a.b", "=3"], "a.b=3"),
         (["a.b=", "3"], "a.b=3"),
@@ -240,7 +242,7 @@ def test_words_that_a_shell_has_cut_are_told_as_one(
     for others in ([], ["name=y"]):
         with pytest.raises(ConfigError) as caught:
             sample(*words, *others)
-        assert str(caught.value) == f"override '{words[0]}': it is cut at a blank. Write {whole}"
+        assert str(caught.value) == f"override '{shortened(words[0])}': it is cut at a blank. Write {whole}"
         with pytest.raises(ConfigError) as caught:
             sample(*others, *words, "nme=y")
         assert str(caught.value).splitlines()[1] == "override 'nme=y': no key nme to change. Did you mean 'name'?"

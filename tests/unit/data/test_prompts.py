@@ -175,6 +175,20 @@ def test_a_pass_is_complete_when_no_usable_problem_is_left_of_it(seed: int, toke
     assert passes == [0, 1, 1, 2]
 
 
+def test_the_rest_of_a_pass_is_looked_at_once(tokenizer: Any) -> None:
+    problems = list(ReasoningGymProblems(TASK["task"], TASK["params"], 0, 30))
+    asked_of: list[Problem] = []
+
+    def refuses_the_last(problem: Problem) -> Prompt | None:
+        asked_of.append(problem)
+        return None if problem in problems[5:] else Prompt(problem, [1])
+
+    stream = TrainingPrompts(problems, refuses_the_last, frozenset(), shuffle=False, seed=1)
+    stream.next_batch(5)
+    assert [stream.num_passes for _ in range(3)] == [1, 1, 1]
+    assert len(asked_of) == 30
+
+
 @pytest.mark.parametrize(("seeds", "most"), [((1, 2), 20), ((1, 1), 20), ((1, 2), None)])
 def test_draws_from_one_file_are_each_by_their_seed(
     seeds: tuple[int, int], most: int | None, tokenizer: Any, tmp_path: Path

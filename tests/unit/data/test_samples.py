@@ -500,10 +500,10 @@ def test_validation_that_is_trained_on_is_said(
     record = PAIR if algorithm == "dpo" else {"prompt": "a?", "completion": "yes"}
     train = write(tmp_path / "a.jsonl", *[record | {"prompt": f"{n}?"} for n in range(6)])
     config = configure(tiny, algorithm, train)
-    for others, known in ((["4?", "5?", "6?"], 2), (["6?", "7?"], 0)):
+    for others, known in ((["4?", "5?", "5?", "6?"], 3), (["6?", "7?"], 0)):
         file = write(tmp_path / "b.jsonl", *[record | {"prompt": text} for text in others])
         config["data"]["validation"]["path"] = str(file)
         recwarn.clear()
         sample_sets(config, tokenizer, [tokenizer.eos_token_id], seed=1)
-        said = [str(warning.message).split(" are in")[0] for warning in recwarn.list]
-        assert said == [f"data.validation: {known} samples of its {len(others)}"] * bool(known)
+        said = [str(warning.message).split(" too,")[0] for warning in recwarn.list]
+        assert said == [f"data.validation: of its {len(others)} samples, data.train has {known}"] * bool(known)

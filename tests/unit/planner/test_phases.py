@@ -83,7 +83,10 @@ def test_chunks_of_log_probabilities_are_of_their_own_rows(is_packed: bool, rows
     ("changes", "remedy"),
     [
         ({"teacher_element_bytes": 4}, "No smaller pass helps: divide the model over more ranks."),
-        ({"passes": Passes(logprob_tokens=4096, teacher_tokens=1 << 21)}, "Lower teacher.logprob_batch_size."),
+        (
+            {"passes": Passes(logprob_tokens=1 << 21, teacher_tokens=1 << 21, teachers_own_rows=True)},
+            "Lower teacher.logprob_batch_size.",
+        ),
         ({"passes": Passes(logprob_tokens=1 << 21, teacher_tokens=1 << 21)}, "Lower policy.logprob_batch_size."),
         ({"host_budget": 8 * GIB}, "the teacher's weights 15.3 GiB per rank, 7.3 GiB more than the 8.0 GiB of"),
     ],
@@ -96,6 +99,13 @@ def test_what_a_teacher_lacks_names_what_helps(changes: dict[str, Any], remedy: 
     job = replace(job, teacher=teacher, **{"passes": passes, "host_budget": 200 * GIB, **changes})
     (line,) = lacking(job, run_nothing(job))
     assert remedy in line
+
+
+def test_one_row_needs_no_logits() -> None:
+    job = replace(make_job("Qwen/Qwen2.5-1.5B", layout=ALONE, makes_logits=True), sequence=1 << 17)
+    job = replace(job, passes=Passes(logprob_tokens=job.sequence))
+    lines = [line for line in lacking(job, run_nothing(job)) if line.startswith("log-probabilities")]
+    assert lines[0].endswith("more than there is. Set policy.megatron_cfg.use_fused_linear_logprobs=true.")
 
 
 def test_gradients_are_where_they_are_needed_alone() -> None:
