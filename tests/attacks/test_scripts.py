@@ -1,4 +1,4 @@
-"""Each attack can be started as its first lines say."""
+"""Each attack, and each other script that takes options, can be started as its first lines say."""
 
 import subprocess
 import sys
@@ -10,7 +10,9 @@ from patience import PATIENCE_S
 from nemo_rl_offload.config.loader import PROJECT_ROOT
 
 FOLDERS = [PROJECT_ROOT / "tests" / name for name in ("attacks", "functional")]
-SCRIPTS = [path for folder in FOLDERS for path in sorted(folder.glob("[!t]*.py")) if "__main__" in path.read_text()]
+SCRIPTS = [
+    path for folder in FOLDERS for path in sorted(folder.glob("[!t]*.py")) if "ArgumentParser" in path.read_text()
+]
 
 
 @pytest.mark.slow
