@@ -16,6 +16,7 @@ from typing import Any
 
 import planned_choices
 from bars import MET, NO_BAR, NOT_YET, Result, Row, load, of, rows
+from constants import MODEL
 from frontier import RIVALS, Level, Point, levels, points
 from predictions import predictions, table
 
@@ -263,7 +264,8 @@ def whole_model(name: str, result: Result, folder: str) -> Iterator[str]:
     """Sequences of a whole model whose optimizer is on the host: each that was tried."""
     where = {"host": "streamed from the host"}.get(result["optimizer"], result["optimizer"])
     host, vocabulary = gib(result["host"]["memory_bytes"]), result["model"]["vocab_size"]
-    yield f"### {result['num_layers']} layers, vocabulary of {vocabulary:,}, host of {host} (`{name}.json`)\n"
+    model = result.get("of_model", MODEL).partition("/")[2]
+    yield f"### {model}: {result['num_layers']} layers, vocabulary of {vocabulary:,}, host of {host} (`{name}.json`)\n"
     yield f"Main weights and Adam's state: {where}. One sequence a step, after a short one.\n"
     yield "| variant | sequence | peak | step | of it the optimizer | tokens/s |"
     yield "|---|---|---|---|---|---|"

@@ -6,6 +6,7 @@ from statistics import median
 from typing import Any
 
 import matplotlib
+from constants import MODEL
 from frontier import Point
 from lanes import LANES
 from predictions import BARS, Prediction
@@ -196,7 +197,8 @@ def draw_lengths(path: Path, result: Any) -> None:
     axes.set_xlabel("tokens of the sequence")
     axes.set_ylabel("GiB reserved")
     axes.legend(loc="lower right")
-    figure.suptitle(f"{result['device']}: {result['num_layers']} layers of Qwen2.5-7B, optimizer on the host")
+    name = result.get("of_model", MODEL).partition("/")[2]
+    figure.suptitle(f"{result['device']}: {result['num_layers']} layers of {name}, optimizer on the host")
     _save(figure, path)
 
 

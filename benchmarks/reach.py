@@ -2,12 +2,12 @@
 
     python benchmarks/reach.py --out benchmarks/results/DEVICE --variant "recompute: full" "ours: full recompute"
 
-Layers of Qwen2.5-7B (all 28 of them where the sequence is searched) with Adam's state, one sequence a step. The
-vocabulary is small, with log-probabilities in chunks, or as large as `--vocabulary` says, without logits. Attempts
-run in processes of their own, each of which takes ever larger steps until one does not fit, so that running out of
-memory leaves nothing behind. What is known is in the result, which is written after each process; a further command
-goes on from there. At the longest sequence of full recomputation, that and ours with recomputation take turns in one
-process, for the time per token. That no bit changes is E2's to show, with the same variants.
+Layers of Qwen2.5-7B or of `--model` (all of them where the sequence is searched) with Adam's state, one sequence a
+step. The vocabulary is small, with log-probabilities in chunks, or as large as `--vocabulary` says, without logits.
+Attempts run in processes of their own, each of which takes ever larger steps until one does not fit, so that running
+out of memory leaves nothing behind. What is known is in the result, which is written after each process; a further
+command goes on from there. At the longest sequence of full recomputation, that and ours with recomputation take turns
+in one process, for the time per token. That no bit changes is E2's to show, with the same variants.
 
 A CPU runs out of nothing: there, steps above a made-up limit count as too large.
 """
@@ -35,13 +35,15 @@ from common import (
     say,
     timed,
 )
-from constants import OPTIMIZERS, SMALL_VOCABULARY
+from constants import MODEL, OPTIMIZERS, SMALL_VOCABULARY
 from search import longest, next_candidates
+
+from nemo_rl_offload.specs.catalogue import find_config
 
 VARIANTS = ("recompute: full", "ours: full recompute", "nothing", "ours: all")
 COMPARED = VARIANTS[:2]
-NUM_LAYERS, SEQUENCE = (28, 16384) if HAS_GPU else (2, 48)
-"""Where the other one is searched."""
+SEQUENCE = 16384 if HAS_GPU else 48
+"""Where the number of layers is searched."""
 START = {"sequence": 8192 if HAS_GPU else 64, "layers": 8 if HAS_GPU else 1}
 STEP = {"sequence": 1024 if HAS_GPU else 32, "layers": 1}
 CPU_LIMIT = {"sequence": 100, "layers": 3}
@@ -53,13 +55,18 @@ MOST_FAILURES = 2
 """In a row, of attempts that ended otherwise than by memory."""
 
 
+def num_layers(model: str) -> int:
+    """Where the sequence is searched: all that the model has."""
+    return int((find_config(model) or {})["num_hidden_layers"]) if HAS_GPU else 2
+
+
 def run_attempt(task: dict[str, Any]) -> None:
     """In a process of its own: print one line of JSON for each step that fits, and end at the first that does not."""
     prepare_process()
     import torch
 
     sizes = task["sizes"]
-    steps = Steps(NUM_LAYERS, max(sizes), task) if task["searched"] == "sequence" else None
+    steps = Steps(num_layers(task["model"]), max(sizes), task) if task["searched"] == "sequence" else None
     for size in sizes:
 
         def step(size: int = size) -> Sample:
@@ -78,7 +85,7 @@ def run_attempt(task: dict[str, Any]) -> None:
 def run_tries(task: dict[str, Any]) -> None:
     """As above, for sequences of several variants: where the optimizer's state takes minutes to pin."""
     prepare_process()
-    steps = Steps(NUM_LAYERS, max(size for _, size in task["tries"]), task)
+    steps = Steps(num_layers(task["model"]), max(size for _, size in task["tries"]), task)
     for variant, size in task["tries"]:
         sample = or_out_of_memory(partial(steps.timed, variant, size))
         print(json.dumps({"variant": variant, "size": size, **sample}), flush=True)
@@ -119,6 +126,7 @@ class Steps:
                 1,
                 transformer_impl=impl,
                 vocabulary_size=task["vocabulary"],
+                model=task["model"],
                 optimizer=task["optimizer"],
             )
         )
@@ -144,22 +152,18 @@ class Steps:
             return timed(lambda: self.workload.step(batch)) | {"optimizer_ms": self.optimizer_ms}
 
 
-def describe(vocabulary: int) -> None:
+def describe(model: str, vocabulary: int) -> None:
     """In a process of its own, since this one is to take no memory of the device: print what the results are of."""
     from workload import Shape, model_config
 
-    print(
-        json.dumps(
-            {**environment(), "model": model_config(Shape(NUM_LAYERS, SEQUENCE, 1, vocabulary_size=vocabulary))}
-        ),
-        flush=True,
-    )
+    shape = Shape(num_layers(model), SEQUENCE, 1, vocabulary_size=vocabulary, model=model)
+    print(json.dumps({**environment(), "model": model_config(shape)}), flush=True)
 
 
 def compare(sequence: int, task: dict[str, Any]) -> None:
     """In a process of its own: print the compared variants' samples at one sequence."""
     prepare_process()
-    steps = Steps(NUM_LAYERS, sequence, task)
+    steps = Steps(num_layers(task["model"]), sequence, task)
     samples: dict[str, list[Sample]] = {name: [] for name in COMPARED}
     for _, name in in_turn(COMPARED, 2):
         samples[name].append(steps.timed(name, sequence, is_warm=True))
@@ -252,8 +256,9 @@ def run(options: argparse.Namespace) -> int:
     name = "reach" if options.impl == "torch" else f"reach_{options.impl}"
     name += "" if options.vocabulary == SMALL_VOCABULARY else f"_{options.vocabulary}"
     name += "" if options.optimizer == "device" else f"_{options.optimizer.replace(' ', '_').replace("'", '')}"
+    name += "" if options.model == MODEL else f"_{options.model.partition('/')[2]}"
     path = options.out / f"{name}.json"
-    of_all = {"impl": options.impl, "vocabulary": options.vocabulary, "optimizer": options.optimizer}
+    of_all = {key: getattr(options, key) for key in ("impl", "model", "vocabulary", "optimizer")}
     experiment = "E4" if options.optimizer == "device" else "whole_model"
     data: dict[str, Any] = {"experiment": experiment, "optimizer": options.optimizer, "sequence": {}, "layers": {}}
     if path.exists():
@@ -261,7 +266,12 @@ def run(options: argparse.Namespace) -> int:
         keep_commit(data)
     ((machine,), _) = in_process({"describe": True, **of_all})
     data |= machine | {"command": command()}
-    data |= {"num_layers": NUM_LAYERS, "sequence_of_layers": SEQUENCE, "transformer_impl": options.impl}
+    data |= {
+        "of_model": options.model,
+        "num_layers": num_layers(options.model),
+        "sequence_of_layers": SEQUENCE,
+        "transformer_impl": options.impl,
+    }
     limit_bytes = int(data["device_memory_bytes"] * RESERVE)
 
     def write() -> None:
@@ -300,6 +310,7 @@ def main() -> int:
     parser.add_argument("--search", nargs="+", choices=("sequence", "layers"), default=["sequence"])
     parser.add_argument("--variant", nargs="+", choices=VARIANTS)
     parser.add_argument("--impl", choices=("torch", "transformer_engine"), default="torch")
+    parser.add_argument("--model", default=MODEL, metavar="NAME", help="of the catalogue; default: %(default)s")
     parser.add_argument("--vocabulary", type=int, default=SMALL_VOCABULARY)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default=OPTIMIZERS[0], help="where its state is")
     parser.add_argument(
@@ -310,13 +321,15 @@ def main() -> int:
     )
     parser.add_argument("--task", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if find_config(options.model) is None:
+        parser.error(f"--model: the catalogue has no {options.model}")
     if unknown := {variant for variant, _ in options.tries or []} - {*VARIANTS}:
         parser.error(f"--tries: {', '.join(sorted(unknown))} is not one of {', '.join(VARIANTS)}")
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if options.task is None:
         return run(options)
     if "describe" in options.task:
-        describe(options.task["vocabulary"])
+        describe(options.task["model"], options.task["vocabulary"])
     elif "tries" in options.task:
         run_tries(options.task)
     elif "compare" in options.task:

@@ -1,4 +1,4 @@
-"""Training steps of layers of Qwen2.5-7B on one device, with Megatron's optimizer: what E2 to E4 and the profile run.
+"""Training steps of layers of Qwen2.5-7B, or another model, with Megatron's optimizer: what E2 to E4 and the profile do.
 
 The weights, gradients and optimizer state are there once. A *tree* is the model's modules built for one configuration
 (which regions are open, what is recomputed), with those same parameters inside; a variant is a tree, and perhaps an
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from common import HAS_GPU, medians, timed
-from constants import LOGPROB_CHUNK_SIZE, OPTIMIZERS, SMALL_VOCABULARY
+from constants import LOGPROB_CHUNK_SIZE, MODEL, OPTIMIZERS, SMALL_VOCABULARY
 from megatron.core.optimizer import get_megatron_optimizer
 from torch import Tensor
 
@@ -29,6 +29,7 @@ from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.losses.registry import build_loss
 from nemo_rl_offload.megatron.build.config_check import provider_for
+from nemo_rl_offload.megatron.build.gradient_memory import without_gradients
 from nemo_rl_offload.megatron.build.model import MegatronModel, init_process_groups, unwrap
 from nemo_rl_offload.megatron.build.optimizer import ddp_config, learning_rate_scheduler, optimizer_config
 from nemo_rl_offload.megatron.build.transformer_config import configure_provider
@@ -39,7 +40,7 @@ from nemo_rl_offload.megatron.step.log_probabilities import compute_logprobs
 from nemo_rl_offload.megatron.step.train_step import train_step
 from nemo_rl_offload.offload.arena import HostArena
 from nemo_rl_offload.policy.residency.megatron_optimizer import keep_on_host
-from nemo_rl_offload.specs.catalogue import CATALOGUE
+from nemo_rl_offload.specs.catalogue import find_config
 
 LOSSES = {"sft": "nll", "grpo": "clipped_pg"}
 MEGATRONS_ON_HOST: dict[str, Any] = {
@@ -70,14 +71,14 @@ class Shape:
     algorithm: str = "grpo"
     transformer_impl: str = "torch"
     vocabulary_size: int = SMALL_VOCABULARY
-    model: str = "Qwen/Qwen2.5-7B"
+    model: str = MODEL
     optimizer: str = OPTIMIZERS[0]
 
 
 def model_config(shape: Shape) -> dict[str, Any]:
     """Contents of `config.json`: the model's but for the layers and the vocabulary; on a CPU all is small."""
     return {
-        **CATALOGUE[shape.model],
+        **(find_config(shape.model) or {}),
         "num_hidden_layers": shape.num_layers,
         "vocab_size": shape.vocabulary_size,
         "max_position_embeddings": shape.sequence,
@@ -151,13 +152,13 @@ class Workload:
         config = optimizer_config(policy)
         if self.shape.optimizer == OPTIMIZERS[2]:
             config = replace(config, **MEGATRONS_ON_HOST)
-        with quiet():
+        with quiet(), without_gradients(chunks):
             optimizer = get_megatron_optimizer(config, chunks)
+            if self.shape.optimizer == OPTIMIZERS[1]:
+                parameter_bytes = sum(each.numel() for each in chunks[0].parameters()) * OPTIMIZER_BYTES
+                keep_on_host(optimizer, HostArena(make_backend(), parameter_bytes + (8 << 30)), share=1.0)
         _without_temporaries(optimizer)
         scheduler = learning_rate_scheduler(policy, optimizer, num_steps=1)
-        if self.shape.optimizer == OPTIMIZERS[1]:
-            parameter_bytes = sum(each.numel() for each in chunks[0].parameters()) * OPTIMIZER_BYTES
-            keep_on_host(optimizer, HostArena(make_backend(), parameter_bytes + (8 << 30)), share=1.0)
         self._trees[()] = chunks[0].module, provider
         return MegatronModel(chunks, provider, None, self.shape.transformer_impl, optimizer, scheduler)
 

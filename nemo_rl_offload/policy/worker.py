@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -103,9 +104,8 @@ class PolicyWorker:
             with self._clock.part("host memory"):
                 self._arena = make_arena(policy)
                 self._engine = install_offloading(policy, self._arena)
-            self._model = build_model(policy, model_path, num_steps, clock=self._clock)
-            with self._clock.part("optimizer on the host"):
-                keep_what_waits_on_host(policy, self._model, self._arena)
+            keep = partial(keep_what_waits_on_host, policy, self._arena)
+            self._model = build_model(policy, model_path, num_steps, keep_optimizer=keep, clock=self._clock)
         if self._engine is not None:
             exclude_parameters(self._engine, self._model.modules)
         self._departed: DepartingWeights | None = None

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -106,8 +107,8 @@ def test_what_stands_on_the_device_by_class(
 ) -> None:
     """Bytes a parameter, but for what fills buffers up and single numbers."""
     policy, arena = make_policy(*TRAINS, *overrides), HostArena(make_backend(), 1 << 28)
-    model = build_model(policy, model_folder("qwen2"), num_steps=6)
-    keep_what_waits_on_host(policy, model, arena)
+    keep = partial(keep_what_waits_on_host, policy, arena)
+    model = build_model(policy, model_folder("qwen2"), num_steps=6, keep_optimizer=keep)
     take_step(model, 0)
     found = resident_bytes(model, arena)
     count = sum(weight.numel() for module in model.modules for weight in module.parameters())

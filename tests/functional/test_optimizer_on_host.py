@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from ranks import Ranks
 from test_grpo_run import start_run, wait_for, wait_until_gone
 
 from nemo_rl_offload.adapters.megatron_core.installation import make_backend
+from nemo_rl_offload.megatron.build import model as model_building
 from nemo_rl_offload.megatron.build.model import build_model
 from nemo_rl_offload.megatron.checkpoint import distributed as checkpoint
 from nemo_rl_offload.offload.arena import HostArena
@@ -70,11 +72,37 @@ def test_a_model_that_is_not_written_is_found(
 def test_a_worker_moves_what_its_keys_say(
     overrides: tuple[str, ...], num_steps: int | None, share: float, model_folder: Callable[[str], Path]
 ) -> None:
-    policy = make_policy(*overrides)
-    model, arena = build_model(policy, model_folder("qwen2"), num_steps), HostArena(HostBackend(), 1 << 26)
-    keep_what_waits_on_host(policy, model, arena)
+    policy, arena = make_policy(*overrides), HostArena(HostBackend(), 1 << 26)
+    keep = partial(keep_what_waits_on_host, policy, arena)
+    model = build_model(policy, model_folder("qwen2"), num_steps, keep_optimizer=keep)
     num_parameters = sum(weight.numel() for module in model.modules for weight in module.parameters())
     assert share * 8 * num_parameters <= arena.held_bytes <= share * 1.1 * 8 * num_parameters
+
+
+@pytest.mark.usefixtures("megatron_process_group")
+@pytest.mark.parametrize("distributed", ["true", "false"])
+def test_gradients_have_no_memory_while_an_optimizer_is_made_and_moved(
+    distributed: str, monkeypatch: pytest.MonkeyPatch, model_folder: Callable[[str], Path]
+) -> None:
+    """Beside gradients, main weights on the device would need more at the start than any step does."""
+    sizes: list[int] = []
+    original = model_building.get_megatron_optimizer
+
+    def note(chunks: Any) -> None:
+        sizes.extend(buffer.grad_data.untyped_storage().nbytes() for chunk in chunks for buffer in chunk.buffers)
+
+    def make(config: Any, chunks: Any) -> Any:
+        note(chunks)
+        made.append(chunks)
+        return original(config, chunks)
+
+    made: list[Any] = []
+    monkeypatch.setattr(model_building, "get_megatron_optimizer", make)
+    policy = make_policy(f"optimizer.use_distributed_optimizer={distributed}", ".precision=bfloat16")
+    model = build_model(policy, model_folder("qwen2"), 4, keep_optimizer=lambda _: note(made[0]))
+    assert sizes == [0] * 2 * len(model.chunks[0].buffers)
+    buffers = [buffer.grad_data for buffer in model.chunks[0].buffers]
+    assert all(data.untyped_storage().nbytes() >= data.nbytes > 0 and not data.any() for data in buffers)
 
 
 @pytest.mark.usefixtures("megatron_process_group")

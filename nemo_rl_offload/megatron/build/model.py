@@ -31,6 +31,7 @@ from nemo_rl_offload.megatron.build.export_files import (
     write_json,
     write_overrides,
 )
+from nemo_rl_offload.megatron.build.gradient_memory import without_gradients
 from nemo_rl_offload.megatron.build.hf_mappings import name_for_peft, tell_names
 from nemo_rl_offload.megatron.build.hf_model import class_of, config_of, make_provider
 from nemo_rl_offload.megatron.build.hf_weights import check_names, names_read, repeated_names
@@ -192,12 +193,16 @@ def build_model(
     num_steps: int | None,
     *,
     with_adapters: bool | None = None,
+    keep_optimizer: Callable[[Optimizer], None] = lambda _: None,
     clock: StartClock | None = None,
 ) -> MegatronModel:
     """Build the policy's model, load the weights of a Hugging Face folder into it, and give it an optimizer.
 
     A model that is never trained (`num_steps` is None) has no optimizer, no schedule and no room for gradients, and the
     policy's adapters only where it is said so: others hold them merged, or are another model.
+
+    `keep_optimizer` is called with a new optimizer, to move what need not be on the device: gradients have no memory
+    until then, so that they and all main weights need not fit there at once.
 
     Process groups must be there (`init_process_groups`), and an offload engine installed if one is to be used, since
     layers look it up when they are built. Raises ConfigError when Bridge does not know the model's family, when the
@@ -238,8 +243,11 @@ def build_model(
             text_weights=folder.text_weights,
         )
         if num_steps is not None:
-            with clock.part("optimizer"):
-                model.optimizer = _make_optimizer(policy, chunks)
+            with without_gradients(chunks):
+                with clock.part("optimizer"):
+                    model.optimizer = _make_optimizer(policy, chunks)
+                with clock.part("optimizer on the host"):
+                    keep_optimizer(model.optimizer)
             model.scheduler, model.guard = learning_rate_scheduler(policy, model.optimizer, num_steps), guard
             if captures_layers(policy):
                 model.graphs = LayerGraphs(chunks, provider)

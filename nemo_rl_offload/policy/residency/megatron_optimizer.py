@@ -16,17 +16,16 @@ from torch import Tensor
 
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.megatron.build.model import MegatronModel
 from nemo_rl_offload.megatron.protocols import Optimizer
 from nemo_rl_offload.offload.arena import HostArena
 from nemo_rl_offload.policy.residency.streamed_optimizer import BUCKET_BYTES, Parameter, StreamedOptimizer
 
 
-def keep_what_waits_on_host(policy: PolicyConfig, model: MegatronModel, arena: HostArena) -> None:
-    """Move what a policy's keys want in host memory there. A model that is never trained has none of it."""
+def keep_what_waits_on_host(policy: PolicyConfig, arena: HostArena, optimizer: Optimizer) -> None:
+    """Move what a policy's keys want in host memory there."""
     section = policy["megatron_cfg"]["optimizer"]
-    if model.optimizer is not None and section["optimizer_cpu_offload"]:
-        keep_on_host(model.optimizer, arena, section["optimizer_offload_fraction"])
+    if section["optimizer_cpu_offload"]:
+        keep_on_host(optimizer, arena, section["optimizer_offload_fraction"])
 
 
 def keep_on_host(
