@@ -1,4 +1,4 @@
-"""Training steps of layers of Qwen2.5-7B, or another model, with Megatron's optimizer: what E2 to E4 and the profile do.
+"""Training steps of layers of Qwen2.5-7B, or other models, with Megatron's optimizer: what E2 to E4 and the profile do.
 
 The weights, gradients and optimizer state are there once. A *tree* is the model's modules built for one configuration
 (which regions are open, what is recomputed), with those same parameters inside; a variant is a tree, and perhaps an
