@@ -79,6 +79,7 @@ ATTEMPTS: dict[str, Ours | Theirs] = {
     "TRL float32, vLLM awake": Theirs("float32", arguments={"vllm_enable_sleep_mode": False}),
     "TRL float32, liger": Theirs("float32", arguments={"use_liger_kernel": True}),
     "TRL bfloat16": Theirs("bfloat16"),
+    "TRL bfloat16, liger": Theirs("bfloat16", arguments={"use_liger_kernel": True}),
     "TRL bfloat16, no checkpointing": Theirs("bfloat16", arguments={"gradient_checkpointing": False}),
     "TRL LoRA": Theirs("bfloat16", uses_lora=True),
     "TRL LoRA, no checkpointing": Theirs("bfloat16", uses_lora=True, arguments={"gradient_checkpointing": False}),
