@@ -109,7 +109,7 @@ def overrides(model: Path, options: argparse.Namespace) -> list[str]:
         f"grpo.num_prompts_per_step={NUM_PROMPTS}",
         f"grpo.num_generations_per_prompt={size // NUM_PROMPTS}",
         "grpo.val_period=1000",
-        "grpo.val_at_start=false",
+        *("grpo.val_at_start=false", "grpo.val_at_end=false"),
         f"grpo.max_num_steps={NUM_STEPS}",
         "env.reasoning_gym.task=spell_backward",
         "env.reasoning_gym.params={min_word_len: 3, max_word_len: 5}",

@@ -50,7 +50,7 @@ CPU_LIMIT = {"sequence": 100, "layers": 3}
 RESERVE = 0.97
 """Share of the device's memory that is taken to be allocated before the allocator gives up. What it has reserved says
 less: the step that makes the optimizer's state reserves more than a short one needs."""
-ATTEMPT_TIMEOUT_S = 560
+ATTEMPT_TIMEOUT_S = 900
 MOST_FAILURES = 2
 """In a row, of attempts that ended otherwise than by memory."""
 

@@ -7,7 +7,7 @@ The model of `beside_trl.py`, prompts and completions of random letters, of whic
 `--tokens` up to `--tokens` each, a token a byte. Both sides learn the completions, by AdamW with the same rate. Ours is
 `nemo-rl-offload run sft` in packs. TRL's ways are those that its documents advise: weights in float32 (`bf16=True`
 over them, as this project keeps float32 main weights beside bfloat16) or in bfloat16, gradient checkpointing (its
-default), liger's kernels, packing, activations offloaded. TRL's packs keep sequences apart
+default), liger's kernels (of `liger-kernel`, to be installed beside TRL), packing, activations offloaded. TRL's packs keep sequences apart
 where FlashAttention is installed, and warn where it is not; a step has as many whole packs as 64 sequences fill. What
 does not run is listed with its error. Tokens a second are those of sequences, without padding.
 """
