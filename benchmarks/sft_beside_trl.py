@@ -4,12 +4,12 @@
     python benchmarks/sft_beside_trl.py --out benchmarks/results/DEVICE --attempt ours "TRL float32, packing"
 
 The model of `beside_trl.py`, prompts and completions of random letters, of which a step has 64: of a quarter of
-`--tokens` up to `--tokens` each, a token a byte. Both sides learn the completions, by AdamW with the same rate. Ours is
-`nemo-rl-offload run sft` in packs. TRL's ways are those that its documents advise: weights in float32 (`bf16=True`
+`--tokens` up to `--tokens` each, a token a byte. Both sides learn the completions, by AdamW with the same rate. Ours
+is `nemo-rl-offload run sft` in packs. TRL's ways are those that its documents advise: weights in float32 (`bf16=True`
 over them, as this project keeps float32 main weights beside bfloat16) or in bfloat16, gradient checkpointing (its
-default), liger's kernels (of `liger-kernel`, to be installed beside TRL), packing, activations offloaded. TRL's packs keep sequences apart
-where FlashAttention is installed, and warn where it is not; a step has as many whole packs as 64 sequences fill. What
-does not run is listed with its error. Tokens a second are those of sequences, without padding.
+default), liger's kernels (of `liger-kernel`, to be installed beside TRL), packing, activations offloaded. TRL's packs
+keep sequences apart where FlashAttention is installed, and warn where it is not; a step has as many whole packs as 64
+sequences fill. What does not run is listed with its error. Tokens a second are those of sequences, without padding.
 """
 
 import argparse
