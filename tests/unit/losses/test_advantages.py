@@ -15,6 +15,8 @@ from nemo_rl_offload.losses.advantages import (
     group_advantages,
     has_signal,
     overlong_penalty,
+    scaled_rewards,
+    token_advantages,
 )
 
 GROUPS = st.integers(2, 6).flatmap(
@@ -220,3 +222,47 @@ def test_rewards_whose_totals_are_equal_still_have_a_signal() -> None:
     assert not has_signal(parts.sum(dim=1))
     advantages = decoupled_advantages(parts, torch.tensor([2.0, 1.0]), 4, normalize=True, leave_one_out=False)
     assert advantages[1] < 0 < advantages[0]
+
+
+@given(
+    rewards=st.lists(st.floats(-5, 5, width=32), min_size=1, max_size=6),
+    source=st.tuples(st.floats(-3, 0, width=32), st.floats(1, 3, width=32)),
+    target=st.tuples(st.floats(-2, 0, width=32), st.floats(0.5, 4, width=32)),
+)
+@settings(max_examples=50, deadline=None)
+def test_scaled_rewards_are_numpys_interpolation(
+    rewards: list[float], source: tuple[float, float], target: tuple[float, float]
+) -> None:
+    got = scaled_rewards(torch.tensor(rewards), source, target)
+    np.testing.assert_allclose(got.numpy(), np.interp(rewards, source, target), atol=1e-5)
+
+
+@given(
+    rewards=st.lists(st.lists(st.floats(-2, 2, width=32), min_size=3, max_size=3), min_size=1, max_size=3),
+    minus_baseline=st.booleans(),
+    has_kl=st.booleans(),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=50, deadline=None)
+def test_token_advantages_against_numpy(
+    rewards: list[list[float]], minus_baseline: bool, has_kl: bool, seed: int
+) -> None:
+    """Of tokens that count: mean 0 and variance 1, whatever the others hold."""
+    draw = np.random.default_rng(seed)
+    size = 3 * len(rewards), 5
+    mask, kl = draw.random(size) < 0.6, draw.random(size)
+    groups = np.array(rewards)
+    compared = (groups - groups.mean(axis=1, keepdims=True) if minus_baseline else groups).flatten()
+    values = np.repeat(compared[:, None], size[1], axis=1) - (kl if has_kl else 0.0)
+    expected = np.zeros(size)
+    if mask.any():
+        chosen = values[mask]
+        expected[mask] = (chosen - chosen.mean()) / np.sqrt(max(chosen.var(), 1e-8))
+    got = token_advantages(
+        torch.tensor(rewards).flatten(),
+        3,
+        torch.tensor(mask),
+        minus_baseline=minus_baseline,
+        kl=torch.tensor(kl) if has_kl else None,
+    )
+    np.testing.assert_allclose(got.numpy(), expected, atol=1e-3)
