@@ -271,7 +271,8 @@ class GRPO(RolloutLoop):
         rewards = self._scaled_rewards(played)
         if not shaping["enabled"]:
             return rewards
-        longest = shaping["max_response_length"] or self.config["policy"]["generation"]["max_new_tokens"]
+        all_turns = self.config["grpo"]["max_rollout_turns"] * self.config["policy"]["generation"]["max_new_tokens"]
+        longest = shaping["max_response_length"] or all_turns
         lengths = torch.tensor([response.num_generated for response in played.responses])
         buffer, penalty = shaping["overlong_buffer_length"], shaping["overlong_buffer_penalty"]
         return rewards - overlong_penalty(lengths, longest, buffer, penalty)

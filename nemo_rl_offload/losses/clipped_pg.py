@@ -11,6 +11,8 @@ from nemo_rl_offload.losses.reduction import Normalizers, sequence_mean, token_m
 
 # An infinite ratio that the clip discards would still give NaN gradients, from `0 * inf`.
 MAX_LOG_RATIO = 20.0
+MAX_EXPONENT = 80.0
+"""Likewise of an estimate that is clamped, for far more than any clamp; float32 overflows above 88.7."""
 
 KLType = Literal["k1", "k2", "k3"]
 TruncationType = Literal["tis", "icepop", "seq-mask-tis"]
@@ -48,7 +50,8 @@ def kl_estimate(
     elif kl_type == "k2":
         estimate = difference.square() / 2
     else:
-        estimate = difference.expm1() - difference
+        exponent = difference if output_clamp is None else difference.clamp(max=MAX_EXPONENT)
+        estimate = exponent.expm1() - difference
     if weights is not None:
         estimate = weights * estimate
     return estimate if output_clamp is None else estimate.clamp(-output_clamp, output_clamp)
@@ -161,8 +164,8 @@ class ClippedPolicyGradient:
         with torch.no_grad():
             sampled_from = batch.get("generation_logprobs", previous)
             if not self.disable_ppo_ratio:
-                clip_binds = -advantages * clipped_ratios > -advantages * ratios
                 metrics["probs_ratio_clamped"] = token_mean(clipped_ratios, mask, norm)
+                clip_binds = self._clip_binds(advantages, ratios, clipped_ratios)
                 metrics["clip_fraction"] = token_mean(clip_binds.to(ratios.dtype), mask, norm)
             metrics |= {
                 "loss": loss,
@@ -203,6 +206,15 @@ class ClippedPolicyGradient:
         if self.ratio_clip_c is None:
             return loss_BS
         return torch.where(advantages_BS < 0, torch.minimum(loss_BS, -advantages_BS * self.ratio_clip_c), loss_BS)
+
+    def _clip_binds(self, advantages_BS: Tensor, ratios_BS: Tensor, clipped_ratios_BS: Tensor) -> Tensor:
+        """Bool: where another value takes the place of the ratio."""
+        if self.use_cispo:
+            return (clipped_ratios_BS != ratios_BS) & (advantages_BS != 0)
+        binds_BS = -advantages_BS * clipped_ratios_BS > -advantages_BS * ratios_BS
+        if self.ratio_clip_c is None:
+            return binds_BS
+        return binds_BS | ((advantages_BS < 0) & (ratios_BS > self.ratio_clip_c))
 
     def _sampling_weights(
         self, previous_BS: Tensor, generation_BS: Tensor, mask_BS: Tensor

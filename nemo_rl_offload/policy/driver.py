@@ -22,7 +22,7 @@ from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.generation.interface import GeneratorSetup, ResponseStream, Told
 from nemo_rl_offload.generation.registry import make_generator
 from nemo_rl_offload.generation.sampling import Sampling
-from nemo_rl_offload.losses.reduction import Normalizers, normalizers
+from nemo_rl_offload.losses.reduction import Normalizers, normalizers, valid_tokens
 from nemo_rl_offload.losses.registry import rows_per_sample
 from nemo_rl_offload.observability.step_profile import Span
 from nemo_rl_offload.paged_stash.stats import StashStats, stash_totals
@@ -42,6 +42,21 @@ LossMethod = Callable[
     [PolicyWorker, Batch, str, Mapping[str, object], Normalizers, MicrobatchSplit | None], dict[str, float]
 ]
 LogprobsMethod = Callable[[PolicyWorker, Batch, MicrobatchSplit | None], NDArray[np.float32] | None]
+
+
+OF_UPDATES = ("grad_norm", "lr", "skipped_updates", "cuda_graph_microbatches", "paged_stash/")
+"""How the names of metrics begin that are an update's own, and no mean over its tokens."""
+
+
+def mean_of_updates(updates: Sequence[Mapping[str, float]], num_tokens: Sequence[int]) -> dict[str, float]:
+    """Metrics of several updates as one: means over tokens by how many each had, and what is an update's own alike."""
+    ones = [1] * len(updates)
+    by_token = num_tokens if any(num_tokens) else ones
+    found = {}
+    for name in updates[0]:
+        weights = ones if name.startswith(OF_UPDATES) else by_token
+        found[name] = sum(each[name] * weight for each, weight in zip(updates, weights, strict=True)) / sum(weights)
+    return found
 
 
 class Policy:
@@ -105,7 +120,10 @@ class Policy:
             self._shape = load_model_shape(config["model_name"], model_path, config["megatron_cfg"]["mtp_num_layers"])
 
     def train(self, batch: Batch, loss_name: str, loss_config: Mapping[str, object]) -> dict[str, float]:
-        """Take one optimizer step for each `train_global_batch_size` samples; returns the steps' mean metrics."""
+        """Take one optimizer step for each `train_global_batch_size` samples; returns the steps' mean metrics.
+
+        What a loss says is averaged over its tokens, so that a step without any counts for nothing.
+        """
         rows = rows_per_sample(loss_name)
         size = self._config["train_global_batch_size"] * rows
         assert num_samples(batch) % size == 0, "checked with the configuration"
@@ -116,11 +134,13 @@ class Policy:
                 is_frozen=self._config["megatron_cfg"]["peft"]["enabled"],
             )
         steps: list[dict[str, float]] = []
+        num_tokens: list[int] = []
         for start in range(0, num_samples(batch), size):
             global_batch = select(batch, slice(start, start + size))
             steps.append(self._with_loss(PolicyWorker.train, global_batch, loss_name, loss_config))
+            num_tokens.append(int(valid_tokens(global_batch).sum()))
         self._generator_is_behind = True
-        return {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+        return mean_of_updates(steps, num_tokens)
 
     def evaluate(self, batch: Batch, loss_name: str, loss_config: Mapping[str, object]) -> dict[str, float]:
         """The loss and its metrics over a batch of any size, without a step."""

@@ -189,8 +189,13 @@ def _batch_multiplier(get: Get) -> Iterator[str]:
 def _overlong_buffer(get: Get) -> Iterator[str]:
     path = "grpo.reward_shaping"
     buffer = get(f"{path}.overlong_buffer_length")
-    longest = get(f"{path}.max_response_length") or get("policy.generation.max_new_tokens")
-    if get(f"{path}.enabled") and buffer > longest:
+    all_turns = get("grpo.max_rollout_turns") * get("policy.generation.max_new_tokens")
+    longest = get(f"{path}.max_response_length") or all_turns
+    if not get(f"{path}.enabled"):
+        return
+    if ENVIRONMENTS[get("data.env_name")].leads_episodes and get(f"{path}.max_response_length") is None:
+        yield f"{path}.max_response_length: an agent of {get('data.env_name')} takes any number of turns. Set it."
+    elif buffer > longest:
         yield f"{path}.overlong_buffer_length: {buffer} is above max_response_length {longest}. Lower it."
 
 

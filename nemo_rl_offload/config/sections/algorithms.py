@@ -60,7 +60,7 @@ class RewardShapingConfig(TypedDict):
     enabled: Annotated[bool, Default(False)]
     """Lower the reward of long responses (DAPO's soft overlong punishment)."""
     max_response_length: Annotated[Positive | None, Default(None)]
-    """Response length in tokens from which on the penalty is whole; null: policy.generation.max_new_tokens."""
+    """Tokens of a response, all turns, from which on the penalty is whole; null: max_new_tokens x max_rollout_turns."""
     overlong_buffer_length: Annotated[Positive, Default(64)]
     """Tokens before that length over which the penalty grows from 0."""
     overlong_buffer_penalty: Annotated[NonNegative, Default(1.0)]

@@ -47,7 +47,7 @@ class OptimizerConfig(TypedDict):
     min_lr: Annotated[NonNegative, Default(0.0)]
     """Lowest learning rate, where the decay ends."""
     weight_decay: Annotated[NonNegative, Default(0.01)]
-    """Weight decay."""
+    """Weight decay; biases and norms have none."""
     adam_beta1: Annotated[Beta, Default(0.9)]
     """Adam's decay of the mean of gradients."""
     adam_beta2: Annotated[Beta, Default(0.999)]
@@ -75,13 +75,13 @@ class SchedulerConfig(TypedDict):
     lr_warmup_iters: Annotated[Count, Default(0)]
     """Steps of linear warm-up."""
     lr_decay_iters: Annotated[Positive | None, Default(None)]
-    """Step at which min_lr is reached; null: the last."""
+    """Steps after which min_lr is reached; null: all, so that the last is a little above it."""
     lr_warmup_init: Annotated[NonNegative, Default(0.0)]
     """Learning rate at the start of the warm-up."""
     start_weight_decay: Annotated[NonNegative | None, Default(None)]
     """Weight decay of the first step; null: optimizer.weight_decay."""
     end_weight_decay: Annotated[NonNegative | None, Default(None)]
-    """Weight decay from the step on at which the learning rate's decay ends; null: optimizer.weight_decay."""
+    """Weight decay when the learning rate's decay has ended; null: optimizer.weight_decay."""
     weight_decay_incr_style: Annotated[Literal["constant", "linear", "cosine"], Default("constant")]
     """How weight decay grows from the one to the other."""
 

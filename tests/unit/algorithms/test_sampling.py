@@ -207,14 +207,22 @@ def test_overlong_filtering_leaves_unfinished_responses_out(make: Make) -> None:
         assert metrics["unfinished_fraction"] == pytest.approx(float(1 - is_finished.mean()))
 
 
-def test_reward_shaping_changes_advantages_and_not_the_reported_reward(make: Make) -> None:
-    shaping = {"enabled": "true", "max_response_length": 4, "overlong_buffer_length": 2, "overlong_buffer_penalty": 0.5}
-    overrides = [f"grpo.reward_shaping.{key}={value}" for key, value in shaping.items()]
+@pytest.mark.parametrize(
+    ("longest", "overrides"),
+    [(4, ["grpo.reward_shaping.max_response_length=4"]), (8, []), (16, ["grpo.max_rollout_turns=2"])],
+    ids=["as it is set", "of one turn", "of all turns"],
+)
+def test_reward_shaping_changes_advantages_and_not_the_reported_reward(
+    longest: int, overrides: list[str], make: Make
+) -> None:
+    buffer = longest - 2
+    shaping = {"enabled": "true", "overlong_buffer_length": buffer, "overlong_buffer_penalty": 0.5}
+    overrides = [*overrides, *(f"grpo.reward_shaping.{key}={value}" for key, value in shaping.items())]
     loop, policy = make(Graded(period=0), *overrides, "grpo.normalize_rewards=false")
     batch, metrics = step(loop, policy)
     assert metrics["reward"] == 0
     lengths = batch["token_mask"].sum(dim=1)
-    penalties = 0.5 * ((lengths - 2) / 2).clamp(0, 1)
+    penalties = 0.5 * ((lengths - 2) / buffer).clamp(0, 1)
     groups = penalties.view(3, 4)
     expected = (groups.sum(dim=1, keepdim=True) - groups) / 3 - groups
     assert (expected != 0).any()

@@ -98,12 +98,14 @@ def reference(batch: Batch, config: dict[str, Any]) -> dict[str, float]:
                 weight = math.exp(sum(old[u] - gen[u] for u in row))
             advantage = batch["advantages"][i, t].item()
             low, high = 1 - config["ratio_clip_min"], 1 + config["ratio_clip_max"]
-            outside = (advantage > 0 and ratio > high) or (advantage < 0 and ratio < low)
+            outside = binds = (advantage > 0 and ratio > high) or (advantage < 0 and ratio < low)
             if config["use_cispo"]:
+                binds = advantage != 0 and not low <= ratio <= high
                 loss = -min(max(ratio, low), high) * advantage * new[t]
             else:
                 loss = -(min(max(ratio, low), high) if outside else ratio) * advantage
                 if advantage < 0 and config["ratio_clip_c"]:
+                    binds = binds or ratio > config["ratio_clip_c"]
                     loss = min(loss, -advantage * config["ratio_clip_c"])
             weight, is_beyond = bounded(weight, [old[u] - gen[u] for u in row], config)
             loss *= weight if config["use_importance_sampling_correction"] else 1
@@ -118,7 +120,7 @@ def reference(batch: Batch, config: dict[str, Any]) -> dict[str, float]:
             penalty = 0 if config["use_kl_in_reward"] else config["reference_policy_kl_penalty"]
             values["loss"][i, t] = loss + penalty * kl - config["entropy_coeff"] * entropy
             values["kl_penalty"][i, t], values["entropy"][i, t] = kl, entropy
-            values["probs_ratio"][i, t], values["clip_fraction"][i, t] = ratio, float(outside)
+            values["probs_ratio"][i, t], values["clip_fraction"][i, t] = ratio, float(binds)
             values["approx_kl"][i, t] = math.exp(new[t] - old[t]) - 1 - (new[t] - old[t])
             values["sampling_importance_ratio"][i, t], values["is_oob_ratio"][i, t] = weight, float(is_beyond)
     level = dict.fromkeys(("loss", "kl_penalty", "entropy"), config["token_level_loss"])
@@ -213,8 +215,9 @@ def test_no_advantage_gives_no_gradient_and_an_empty_batch_gives_zero() -> None:
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
-@pytest.mark.parametrize("difference", [200.0, -200.0])
-def test_extreme_ratios_stay_finite(advantage: float, difference: float) -> None:
+@pytest.mark.parametrize("difference", [200.0, 85.0, -85.0, -99.0, -200.0])
+@pytest.mark.parametrize("input_clamp", [20.0, None])
+def test_extreme_ratios_stay_finite(advantage: float, difference: float, input_clamp: float | None) -> None:
     logprobs = torch.tensor([[0.0, min(0.0, difference)]], requires_grad=True)
     far = torch.tensor([[0.0, min(0.0, -difference)]])
     batch = {
@@ -223,7 +226,8 @@ def test_extreme_ratios_stay_finite(advantage: float, difference: float) -> None
         "token_mask": torch.ones(1, 2),
         "sample_mask": torch.ones(1),
     }
-    loss_fn = build(reference_policy_kl_penalty=0.1, use_importance_sampling_correction=True)
+    settings = {"reference_policy_kl_penalty": 0.1, "use_importance_sampling_correction": True}
+    loss_fn = build(**settings, kl_input_clamp_value=input_clamp)
     loss, metrics = loss_fn(logprobs, batch, normalizers(batch))
     loss.backward()
     assert logprobs.grad is not None

@@ -43,6 +43,12 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
             "algorithm=grpo",
         ),
         (DISTILLATION, "data.env_name", "NeMo-Gym with distillation", GENERATED),
+        (
+            "grpo.reward_shaping.enabled=true grpo.reward_shaping.overlong_buffer_length=4",
+            "grpo.reward_shaping.max_response_length",
+            "any number of turns. Set it",
+            "grpo.reward_shaping.max_response_length=64",
+        ),
         (f"{GENERATION}.backend=megatron", f"{GENERATION}.backend", "Set it to vllm", f"{GENERATION}.backend=vllm"),
         (f"{CFG}.async_engine=false", f"{CFG}.async_engine", "one by one. Set it to true", f"{CFG}.async_engine=true"),
         (
