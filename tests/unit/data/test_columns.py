@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nemo_rl_offload.algorithms.rollout_loop import num_steps
-from nemo_rl_offload.config.loader import PROJECT_ROOT, resolve_data_path, resolve_model_path
+from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config, resolve_data_path, resolve_model_path
 from nemo_rl_offload.config.recipe import read_recipe
 from nemo_rl_offload.config.schema import TrainingDataConfig
 from nemo_rl_offload.config.types import defaults_of
@@ -333,3 +333,10 @@ def test_a_column_that_messages_lack_is_told_with_the_key_that_names_it(tmp_path
     section: Any = defaults_of(TrainingDataConfig) | {"path": str(path), "output_key": "solution"}
     (record,) = records_of(section, "data.train", "completion")
     assert str(record.content).endswith("and messages need none: data.train.output_key=null")
+
+
+@pytest.mark.parametrize(("longest", "expected"), [(10, 10), (31, 31), (32, 31), (64, 31)])
+def test_a_prompt_leaves_room_for_one_token(longest: int, expected: int) -> None:
+    overrides = ["policy.max_total_sequence_length=32", f"data.max_input_seq_length={longest}"]
+    config = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", overrides)
+    assert prompt_data(config)["max_input_seq_length"] == expected

@@ -11,7 +11,7 @@ import pytest
 from datasets import Dataset
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
-from nemo_rl_offload.data.inputs import changed_inputs, read_inputs_of
+from nemo_rl_offload.data.inputs import changed_beside_weights, changed_inputs, read_inputs_of
 from nemo_rl_offload.data.records import files_of, read_records
 
 GOES_ON = "The run keeps its place in the data and goes on there in what they are now: some may be learned twice, and"
@@ -214,6 +214,17 @@ def test_without_a_penalty_there_is_no_reference(folder: Path) -> None:
     flip("model/model.safetensors")(folder)
     (line,) = changed_inputs(config, before, read_inputs_of(config))
     assert line.endswith(NO_EFFECT)
+
+
+def test_an_export_has_other_files_as_they_are_and_weights_of_its_checkpoint(folder: Path) -> None:
+    config = configured("sft", folder)
+    before = read_inputs_of(config)
+    flip("model/model.safetensors")(folder)
+    assert list(changed_beside_weights(config, before)) == []
+    edit("tokenizer/tokenizer_config.json", "{}")(folder)
+    (line,) = changed_beside_weights(config, before)
+    assert line.startswith(f"policy.tokenizer.name: changed since the run was last started: {folder}/tokenizer")
+    assert "The export has what they say now." in line
 
 
 def test_a_run_may_move_with_its_files(folder: Path) -> None:
