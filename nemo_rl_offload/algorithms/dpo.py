@@ -17,7 +17,7 @@ from nemo_rl_offload.runs.run_files import Summary
 class DPO(OfflineLoop):
     """The training loop over a policy and data that exist already."""
 
-    validation_metric = "loss"  # accuracy at the start every pair is a tie, of which it tells rounding
+    validation_metric = "loss"  # at the start every pair is a tie, and accuracy tells how sums were rounded
     progress_metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "tokens_per_s", "offloaded_bytes")
 
     def update(self, watch: Stopwatch) -> tuple[dict[str, float], int]:

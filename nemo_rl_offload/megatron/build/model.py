@@ -243,11 +243,7 @@ def build_model(
             text_weights=folder.text_weights,
         )
         if num_steps is not None:
-            with without_gradients(chunks):
-                with clock.part("optimizer"):
-                    model.optimizer = _make_optimizer(policy, chunks)
-                with clock.part("optimizer on the host"):
-                    keep_optimizer(model.optimizer)
+            model.optimizer = _make_optimizer(policy, chunks, keep_optimizer, clock)
             model.scheduler, model.guard = learning_rate_scheduler(policy, model.optimizer, num_steps), guard
             if captures_layers(policy):
                 model.graphs = LayerGraphs(chunks, provider)
@@ -257,11 +253,17 @@ def build_model(
     return model
 
 
-def _make_optimizer(policy: PolicyConfig, chunks: list[ModelChunk]) -> Optimizer:
-    try:
-        optimizer: Optimizer = get_megatron_optimizer(optimizer_config(policy), chunks)
-    except AssertionError as error:
-        raise ConfigError(f"policy.megatron_cfg.optimizer: Megatron-Core refuses it: {error}") from error
+def _make_optimizer(
+    policy: PolicyConfig, chunks: list[ModelChunk], keep: Callable[[Optimizer], None], clock: StartClock
+) -> Optimizer:
+    with without_gradients(chunks):
+        with clock.part("optimizer"):
+            try:
+                optimizer: Optimizer = get_megatron_optimizer(optimizer_config(policy), chunks)
+            except AssertionError as error:
+                raise ConfigError(f"policy.megatron_cfg.optimizer: Megatron-Core refuses it: {error}") from error
+        with clock.part("optimizer on the host"):
+            keep(optimizer)
     return optimizer
 
 
