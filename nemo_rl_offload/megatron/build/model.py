@@ -221,12 +221,7 @@ def build_model(
         if has_adapters:
             register_lora(provider, policy)
         with clock.part("model"):
-            chunks = provider.provide_distributed_model(
-                ddp_config=ddp_config(policy),
-                wrap_with_ddp=num_steps is not None,
-                use_cpu_initialization=not torch.cuda.is_available(),
-                data_parallel_random_init=False,
-            )
+            chunks = _make_chunks(provider, policy, is_trained=num_steps is not None)
         with clock.part("weights"):
             _load_weights(folder.auto_bridge, chunks, model_path)
         modules = [unwrap(chunk) for chunk in chunks]
@@ -251,6 +246,16 @@ def build_model(
             model.quantizer = WeightQuantizer(modules, find_quantization(policy["quant_cfg"]))
             model.quantize_weights()
     return model
+
+
+def _make_chunks(provider: "GPTModelProvider", policy: PolicyConfig, *, is_trained: bool) -> list[ModelChunk]:
+    chunks: list[ModelChunk] = provider.provide_distributed_model(
+        ddp_config=ddp_config(policy),
+        wrap_with_ddp=is_trained,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        data_parallel_random_init=False,
+    )
+    return chunks
 
 
 def _make_optimizer(
