@@ -278,16 +278,13 @@ def read_job(
     """
     megatron_cfg = policy["megatron_cfg"]
     _refuse_unplanned(megatron_cfg, shape, device, memory_bytes)
-    layout = read_layout(megatron_cfg, world)
-    fp8_cfg = megatron_cfg["fp8_cfg"]
-    sequence = layout.padded(longest_row(policy), fp8_cfg["fp8_recipe"] if fp8_cfg["enabled"] else None)
-    check_layout(layout, shape, sequence)
+    layout, sequence = _layout_and_row(policy, shape, world)
     samples, tokens = policy["train_micro_batch_size"], tokens_of_a_microbatch(policy)
     microbatches = cut_batch(
         policy["train_global_batch_size"], sequence, layout, rows_per_sample, samples=samples, tokens=tokens
     )
     element_bytes = 4 if policy["precision"] == "float32" else 2
-    fp8 = _fp8(fp8_cfg, device)
+    fp8 = _fp8(megatron_cfg["fp8_cfg"], device)
     activations = resolve_activations(megatron_cfg)
     is_native, transformer_impl = activations.is_native, activations.transformer_impl
     return Job(
@@ -322,6 +319,14 @@ def read_job(
         optimizer_leaves_for_logprob=policy["offload_optimizer_for_logprob"],
         **other,
     )
+
+
+def _layout_and_row(policy: PolicyConfig, shape: ModelShape, world: int) -> tuple[ParallelLayout, int]:
+    """The layout, which fits, and the tokens of a row with its padding."""
+    layout, fp8_cfg = read_layout(policy["megatron_cfg"], world), policy["megatron_cfg"]["fp8_cfg"]
+    sequence = layout.padded(longest_row(policy), fp8_cfg["fp8_recipe"] if fp8_cfg["enabled"] else None)
+    check_layout(layout, shape, sequence)
+    return layout, sequence
 
 
 class Microbatches(NamedTuple):
