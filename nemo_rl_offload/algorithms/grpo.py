@@ -29,7 +29,7 @@ from nemo_rl_offload.algorithms.waiting import waiting
 from nemo_rl_offload.batching.batch import NO_ROUTE, ROUTED_EXPERTS, Batch
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
-from nemo_rl_offload.config.environments import ENVIRONMENTS
+from nemo_rl_offload.config.environments import ENVIRONMENTS, num_turns_of
 from nemo_rl_offload.config.loader import resolve_model_path
 from nemo_rl_offload.config.schema import MasterConfig
 from nemo_rl_offload.data.policy_tokenizer import load_policy_tokenizer, response_ends
@@ -271,8 +271,8 @@ class GRPO(RolloutLoop):
         rewards = self._scaled_rewards(played)
         if not shaping["enabled"]:
             return rewards
-        all_turns = self.config["grpo"]["max_rollout_turns"] * self.config["policy"]["generation"]["max_new_tokens"]
-        longest = shaping["max_response_length"] or all_turns
+        num_turns = num_turns_of(self.config["data"]["env_name"], self.config["grpo"]["max_rollout_turns"])
+        longest = shaping["max_response_length"] or num_turns * self.config["policy"]["generation"]["max_new_tokens"]
         lengths = torch.tensor([response.num_generated for response in played.responses])
         buffer, penalty = shaping["overlong_buffer_length"], shaping["overlong_buffer_penalty"]
         return rewards - overlong_penalty(lengths, longest, buffer, penalty)

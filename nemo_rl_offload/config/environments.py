@@ -69,3 +69,8 @@ ENVIRONMENTS = Registry(
         EnvironmentSpec(name="nemo_gym", scorer=None, reward_names=None),
     ),
 )
+
+
+def num_turns_of(env_name: str, max_rollout_turns: int) -> int:
+    """Most turns of a response where the key says `max_rollout_turns`, which has no effect on some environments."""
+    return max_rollout_turns if ENVIRONMENTS[env_name].several_turns else 1

@@ -51,7 +51,7 @@ def kl_estimate(
         estimate = difference.square() / 2
     else:
         exponent = difference if output_clamp is None else difference.clamp(max=MAX_EXPONENT)
-        estimate = exponent.expm1() - difference
+        estimate = exponent.expm1() - exponent
     if weights is not None:
         estimate = weights * estimate
     return estimate if output_clamp is None else estimate.clamp(-output_clamp, output_clamp)

@@ -24,6 +24,7 @@ from nemo_rl_offload.generation.registry import make_generator
 from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.losses.reduction import Normalizers, normalizers, valid_tokens
 from nemo_rl_offload.losses.registry import rows_per_sample
+from nemo_rl_offload.losses.updates import mean_of_updates
 from nemo_rl_offload.observability.step_profile import Span
 from nemo_rl_offload.paged_stash.stats import StashStats, stash_totals
 from nemo_rl_offload.planner.cost.flops import training_flops
@@ -42,21 +43,6 @@ LossMethod = Callable[
     [PolicyWorker, Batch, str, Mapping[str, object], Normalizers, MicrobatchSplit | None], dict[str, float]
 ]
 LogprobsMethod = Callable[[PolicyWorker, Batch, MicrobatchSplit | None], NDArray[np.float32] | None]
-
-
-OF_UPDATES = ("grad_norm", "lr", "skipped_updates", "cuda_graph_microbatches", "paged_stash/")
-"""How the names of metrics begin that are an update's own, and no mean over its tokens."""
-
-
-def mean_of_updates(updates: Sequence[Mapping[str, float]], num_tokens: Sequence[int]) -> dict[str, float]:
-    """Metrics of several updates as one: means over tokens by how many each had, and what is an update's own alike."""
-    ones = [1] * len(updates)
-    by_token = num_tokens if any(num_tokens) else ones
-    found = {}
-    for name in updates[0]:
-        weights = ones if name.startswith(OF_UPDATES) else by_token
-        found[name] = sum(each[name] * weight for each, weight in zip(updates, weights, strict=True)) / sum(weights)
-    return found
 
 
 class Policy:
@@ -122,7 +108,7 @@ class Policy:
     def train(self, batch: Batch, loss_name: str, loss_config: Mapping[str, object]) -> dict[str, float]:
         """Take one optimizer step for each `train_global_batch_size` samples; returns the steps' mean metrics.
 
-        What a loss says is averaged over its tokens, so that a step without any counts for nothing.
+        What a loss says is averaged over its tokens or sequences, so that a step without any counts for nothing.
         """
         rows = rows_per_sample(loss_name)
         size = self._config["train_global_batch_size"] * rows
@@ -135,12 +121,15 @@ class Policy:
             )
         steps: list[dict[str, float]] = []
         num_tokens: list[int] = []
+        num_sequences: list[int] = []
         for start in range(0, num_samples(batch), size):
             global_batch = select(batch, slice(start, start + size))
             steps.append(self._with_loss(PolicyWorker.train, global_batch, loss_name, loss_config))
             num_tokens.append(int(valid_tokens(global_batch).sum()))
+            num_sequences.append(int(global_batch["sample_mask"].sum()))
         self._generator_is_behind = True
-        return mean_of_updates(steps, num_tokens)
+        token_level_loss = bool(loss_config.get("token_level_loss", True))
+        return mean_of_updates(steps, num_tokens, num_sequences, token_level_loss=token_level_loss)
 
     def evaluate(self, batch: Batch, loss_name: str, loss_config: Mapping[str, object]) -> dict[str, float]:
         """The loss and its metrics over a batch of any size, without a step."""

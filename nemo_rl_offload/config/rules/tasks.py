@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_offload.config.environments import ENVIRONMENTS
+from nemo_rl_offload.config.environments import ENVIRONMENTS, num_turns_of
 from nemo_rl_offload.config.rules.rule import Get, Rule, algorithm_has, algorithm_spec
 from nemo_rl_offload.errors import ConfigError, nearest
 from nemo_rl_offload.specs.parallel_layout import nearest_multiple
@@ -189,8 +189,8 @@ def _batch_multiplier(get: Get) -> Iterator[str]:
 def _overlong_buffer(get: Get) -> Iterator[str]:
     path = "grpo.reward_shaping"
     buffer = get(f"{path}.overlong_buffer_length")
-    all_turns = get("grpo.max_rollout_turns") * get("policy.generation.max_new_tokens")
-    longest = get(f"{path}.max_response_length") or all_turns
+    num_turns = num_turns_of(get("data.env_name"), get("grpo.max_rollout_turns"))
+    longest = get(f"{path}.max_response_length") or num_turns * get("policy.generation.max_new_tokens")
     if not get(f"{path}.enabled"):
         return
     if ENVIRONMENTS[get("data.env_name")].leads_episodes and get(f"{path}.max_response_length") is None:

@@ -209,8 +209,8 @@ def test_overlong_filtering_leaves_unfinished_responses_out(make: Make) -> None:
 
 @pytest.mark.parametrize(
     ("longest", "overrides"),
-    [(4, ["grpo.reward_shaping.max_response_length=4"]), (8, []), (16, ["grpo.max_rollout_turns=2"])],
-    ids=["as it is set", "of one turn", "of all turns"],
+    [(4, ["grpo.reward_shaping.max_response_length=4"]), (8, []), (8, ["grpo.max_rollout_turns=2"])],
+    ids=["as it is set", "of one turn", "of one turn, where the key has no effect"],
 )
 def test_reward_shaping_changes_advantages_and_not_the_reported_reward(
     longest: int, overrides: list[str], make: Make

@@ -24,7 +24,7 @@ from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.losses.reduction import normalizers, valid_tokens
 from nemo_rl_offload.offload.stats import ModuleStats, OffloadStats
 from nemo_rl_offload.policy import model_workers as ranks_module
-from nemo_rl_offload.policy.driver import Policy, mean_of_updates
+from nemo_rl_offload.policy.driver import Policy
 from nemo_rl_offload.policy.worker import Placement
 
 
@@ -371,18 +371,6 @@ def test_train_takes_a_step_for_each_global_batch(world_size: int, make: Make) -
         assert all(torch.equal(torch.cat([shard[0][key] for shard in shards]), step[key]) for key in step)
         assert all(num_samples(shard[0]) == 12 // world_size for shard in shards)
         assert all(shard[1:] == ("clipped_pg", loss_config, normalizers(step)) for shard in shards)
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "expected"),
-    [([3, 1], 2.5), ([4, 0], 2.0), ([0, 7], 4.0), ([0, 0], 3.0)],
-    ids=["by tokens", "the second is empty", "the first is empty", "all are empty"],
-)
-def test_what_a_loss_says_of_several_updates_is_its_mean_over_tokens(num_tokens: list[int], expected: float) -> None:
-    own = {"lr": 1.0, "grad_norm": 2.0, "skipped_updates": 0.0, "cuda_graph_microbatches": 6.0, "paged_stash/reruns": 1}
-    updates = [{"loss": 2.0, "probs_ratio": 2.0, **own}, {"loss": 4.0, "probs_ratio": 4.0, **dict.fromkeys(own, 0.0)}]
-    halves = {name: value / 2 for name, value in own.items()}
-    assert mean_of_updates(updates, num_tokens) == {"loss": expected, "probs_ratio": expected, **halves}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -96,8 +96,8 @@ ALGORITHM_CASES = [
     (
         "grpo.reward_shaping.enabled=true grpo.max_rollout_turns=3 policy.max_total_sequence_length=200",
         "grpo.reward_shaping.overlong_buffer_length",
-        "64 is above max_response_length 24",
-        "grpo.reward_shaping.overlong_buffer_length=24",
+        "64 is above max_response_length 8",
+        "grpo.reward_shaping.overlong_buffer_length=8",
     ),
     (
         "loss_fn.sequence_level_importance_ratios=true",
