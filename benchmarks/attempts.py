@@ -6,6 +6,7 @@ host is the system's, taken the same way.
 
 import argparse
 import json
+import multiprocessing
 import os
 import statistics
 import subprocess
@@ -13,8 +14,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -48,16 +51,7 @@ class HighestMemory:
     def __init__(self) -> None:
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._device: Any = None
-        if HAS_GPU:
-            import pynvml
-
-            pynvml.nvmlInit()
-            first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # NVML counts all of them
-            by_place = first.isdecimal() or not first
-            ask = pynvml.nvmlDeviceGetHandleByIndex if by_place else pynvml.nvmlDeviceGetHandleByUUID
-            handle = ask(int(first or 0) if by_place else first)
-            self._device = lambda: int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+        self._device = _device_memory() if HAS_GPU else None
         self._before = self._highest = self._used()
 
     def __enter__(self) -> Self:
@@ -76,12 +70,62 @@ class HighestMemory:
 
     def _used(self) -> tuple[int, int]:
         host = psutil.virtual_memory()
-        return self._device() if self._device else 0, host.total - host.available
+        return int(self._device().used) if self._device else 0, host.total - host.available
 
     def _watch(self) -> None:
         while not self._done.wait(POLL_S):
             device, host = self._used()
             self._highest = max(self._highest[0], device), max(self._highest[1], host)
+
+
+def add_card(parser: argparse.ArgumentParser) -> None:
+    """The option that `measure_attempts` reads."""
+    parser.add_argument(
+        "--card-gib",
+        type=float,
+        help="of the device's memory for the attempts and their contexts; a process of its own takes the rest",
+    )
+
+
+@contextmanager
+def smaller_card(card_gib: float | None) -> Iterator[None]:
+    """A process takes what the device has beyond `card_gib`, by NVML's count, while the block runs."""
+    if card_gib is None or not HAS_GPU:
+        yield
+        return
+    context = multiprocessing.get_context("spawn")
+    ready = context.Event()
+    holder = context.Process(target=_hold, args=(card_gib, ready), daemon=True)
+    holder.start()
+    while not ready.wait(1):
+        assert holder.is_alive(), "the rest of the device could not be taken"
+    yield
+    holder.terminate()
+    holder.join()
+
+
+def _hold(card_gib: float, ready: Any) -> None:
+    """Take the memory, then wait to be ended."""
+    import torch
+
+    held = [torch.empty(1, device="cuda")]
+    free = _device_memory()
+    excess = int(free().total - free().used - card_gib * 2**30)
+    assert excess > 0, f"the device has no more than {card_gib} GiB"
+    held.append(torch.empty(excess, dtype=torch.uint8, device="cuda"))
+    ready.set()
+    threading.Event().wait()
+
+
+def _device_memory() -> Callable[[], Any]:
+    """Asks NVML for the memory of the first visible device: it counts all of them, visible or not."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    by_place = first.isdecimal() or not first
+    ask = pynvml.nvmlDeviceGetHandleByIndex if by_place else pynvml.nvmlDeviceGetHandleByUUID
+    return partial(pynvml.nvmlDeviceGetMemoryInfo, ask(int(first or 0) if by_place else first))
 
 
 def wait_for_device() -> None:
@@ -155,7 +199,7 @@ def measure_attempts(
 ) -> None:
     """Each attempt that the options name, one after another; the result is written after each."""
     options.out.mkdir(parents=True, exist_ok=True)
-    result["attempts"] = []
+    result |= {"card_gib": options.card_gib, "attempts": []}
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or Path(folder) / "model"
         if not model.exists():
@@ -163,7 +207,8 @@ def measure_attempts(
             write_model(model)
         for name in options.attempt:
             say(f"attempt: {name}")
-            result["attempts"].append(measure(name, model))
+            with smaller_card(options.card_gib):
+                result["attempts"].append(measure(name, model))
             result |= environment()  # after the first: to ask for the device takes some of its memory
             say(line_of(result["attempts"][-1]))
             path.write_text(json.dumps(result, indent=1) + "\n")

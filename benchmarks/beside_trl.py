@@ -10,7 +10,9 @@ is a process of its own, one after another: ours is `nemo-rl-offload run grpo`, 
 its documents advise: weights in float32 (`bf16=True` over them, as this project keeps float32 main weights beside
 bfloat16) or in bfloat16, with gradient checkpointing (its default) and without, larger microbatches, vLLM asleep while
 it trains or awake. What does not run is listed with its error. The longest sequences are found by `--response-tokens`:
-responses of random weights seldom end before they are that long. TRL's microbatch has one row where they are long.
+responses of random weights seldom end before they are that long. TRL's microbatch has one row where they are long, and
+"two updates" of the same responses have Adam's state in the second without a second generation. `--card-gib`
+makes a large card as small as another.
 
 TRL's phases are timed around its own methods, each after the device is done; its log-probabilities include the
 reference's. Memory is `attempts.py`'s.
@@ -30,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import grpo_step
-from attempts import WARMUP_STEPS, Ours, Theirs, measure_attempt, measure_attempts, wait_for_device
+from attempts import WARMUP_STEPS, Ours, Theirs, add_card, measure_attempt, measure_attempts, wait_for_device
 from common import HAS_GPU
 from grpo_step import EXEMPLAR, LONGEST_PROMPT, NUM_PROMPTS, NUM_REQUESTS, NUM_STEPS, STEP_TOKENS
 
@@ -48,6 +50,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "1.5b": {},
     "7b": {"vocab_size": 152_064, "hidden_size": 3584, "intermediate_size": 18_944, "tie_word_embeddings": False}
     | {"num_attention_heads": 28, "num_key_value_heads": 4},
+    "experts": {"model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 16}
+    | {"num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768}
+    | {"num_experts": 32, "num_experts_per_tok": 4, "norm_topk_prob": True},
 }
 
 
@@ -80,6 +85,7 @@ ATTEMPTS: dict[str, Ours | Theirs] = {
     "TRL float32, liger": Theirs("float32", arguments={"use_liger_kernel": True}),
     "TRL bfloat16": Theirs("bfloat16"),
     "TRL bfloat16, liger": Theirs("bfloat16", arguments={"use_liger_kernel": True}),
+    "TRL bfloat16, liger, two updates": Theirs("bfloat16", arguments={"use_liger_kernel": True, "num_iterations": 2}),
     "TRL bfloat16, no checkpointing": Theirs("bfloat16", arguments={"gradient_checkpointing": False}),
     "TRL LoRA": Theirs("bfloat16", uses_lora=True),
     "TRL LoRA, no checkpointing": Theirs("bfloat16", uses_lora=True, arguments={"gradient_checkpointing": False}),
@@ -270,6 +276,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=SHAPES, default="1.5b")
     parser.add_argument("--name", help="of the result's file: beside_trl_NAME.json; the shape otherwise")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="more overrides of ours")
+    add_card(parser)
     parser.add_argument("--share", type=float, default=VLLM_SHARE, help="of the GPU's memory, for vLLM")
     parser.add_argument("--kl-weight", type=float, default=KL_WEIGHT, help="0: no reference policy")
     parser.add_argument("--prompts", type=int, default=NUM_PROMPTS, help="a step")

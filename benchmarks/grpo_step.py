@@ -83,13 +83,13 @@ def _write_model(folder: Path, changes: dict[str, Any]) -> None:
     import shutil
 
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = Qwen2Config(**{**SHAPE, **(changes if HAS_GPU else SMALL)})
+    config = AutoConfig.for_model(**{"model_type": "qwen2", **SHAPE, **changes, **({} if HAS_GPU else SMALL)})
     dtype = getattr(torch, "bfloat16" if HAS_GPU else "float32")
     torch.manual_seed(0)
     with torch.device("cuda" if HAS_GPU else "cpu"):
-        model = Qwen2ForCausalLM._from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TOKENIZER / name, folder / name)

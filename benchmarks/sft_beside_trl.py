@@ -26,7 +26,16 @@ from pathlib import Path
 from typing import Any
 
 import grpo_step
-from attempts import WARMUP_STEPS, Ours, Theirs, measure_attempt, measure_attempts, run_ours, wait_for_device
+from attempts import (
+    WARMUP_STEPS,
+    Ours,
+    Theirs,
+    add_card,
+    measure_attempt,
+    measure_attempts,
+    run_ours,
+    wait_for_device,
+)
 from beside_trl import SHAPES
 from common import HAS_GPU
 
@@ -52,6 +61,7 @@ ATTEMPTS: dict[str, Ours | Theirs] = {
     "ours: nothing offloaded or recomputed": Ours((_ENGINE, *_OFF, _NO_RECOMPUTE)),
     "ours: layers of torch": Ours(),
     "ours: optimizer on the host": Ours((f"{_MEGATRON}.optimizer.optimizer_cpu_offload=true",)),
+    "ours: experts offloaded": Ours((_ENGINE, f"{_MEGATRON}.offload_modules=[expert_fc1,moe_act]")),
     "TRL float32": Theirs("float32"),
     "TRL float32, liger": Theirs("float32", arguments=_LIGER),
     "TRL float32, packing": Theirs("float32", arguments=_PACKING),
@@ -194,6 +204,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=SHAPES, default="1.5b")
     parser.add_argument("--name", help="of the result's file: sft_beside_trl_NAME.json; the shape otherwise")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="more overrides of ours")
+    add_card(parser)
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of the longest sequences")
     parser.add_argument("--steps", type=int, default=NUM_STEPS)
     parser.add_argument("--model", type=Path, help="a folder; one is written otherwise")

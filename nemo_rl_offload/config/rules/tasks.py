@@ -190,13 +190,17 @@ def _overlong_buffer(get: Get) -> Iterator[str]:
     path = "grpo.reward_shaping"
     buffer = get(f"{path}.overlong_buffer_length")
     num_turns = num_turns_of(get("data.env_name"), get("grpo.max_rollout_turns"))
-    longest = get(f"{path}.max_response_length") or num_turns * get("policy.generation.max_new_tokens")
+    longest, of = get(f"{path}.max_response_length"), "max_response_length"
     if not get(f"{path}.enabled"):
         return
-    if ENVIRONMENTS[get("data.env_name")].leads_episodes and get(f"{path}.max_response_length") is None:
+    if ENVIRONMENTS[get("data.env_name")].leads_episodes and longest is None:
         yield f"{path}.max_response_length: an agent of {get('data.env_name')} takes any number of turns. Set it."
-    elif buffer > longest:
-        yield f"{path}.overlong_buffer_length: {buffer} is above max_response_length {longest}. Lower it."
+        return
+    if longest is None:
+        longest = num_turns * get("policy.generation.max_new_tokens")
+        of = "policy.generation.max_new_tokens" + (f" in {num_turns} turns" if num_turns > 1 else "")
+    if buffer > longest:
+        yield f"{path}.overlong_buffer_length: {buffer} is above the {longest} tokens of {of}. Lower it."
 
 
 def _lengths(get: Get) -> Iterator[str]:
