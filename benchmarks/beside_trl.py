@@ -11,8 +11,9 @@ its documents advise: weights in float32 (`bf16=True` over them, as this project
 bfloat16) or in bfloat16, with gradient checkpointing (its default) and without, larger microbatches, vLLM asleep while
 it trains or awake. What does not run is listed with its error. The longest sequences are found by `--response-tokens`:
 responses of random weights seldom end before they are that long. TRL's microbatch has one row where they are long, and
-"two updates" of the same responses have Adam's state in the second without a second generation. `--card-gib`
-makes a large card as small as another.
+"two updates" of the same responses have Adam's state in the second without a second generation. Training takes as much
+for a long prompt, `--prompt-tokens`, which takes seconds where a response takes minutes. `--card-gib` makes a card as
+small as another.
 
 TRL's phases are timed around its own methods, each after the device is done; its log-probabilities include the
 reference's. Memory is `attempts.py`'s.
@@ -21,7 +22,9 @@ reference's. Memory is `attempts.py`'s.
 import argparse
 import json
 import os
+import random
 import statistics
+import string
 import sys
 import time
 from collections import defaultdict
@@ -95,7 +98,7 @@ ATTEMPTS: dict[str, Ours | Theirs] = {
 def settings(options: argparse.Namespace) -> tuple[str, ...]:
     """What ours and TRL's have alike, as overrides."""
     shared = (f"policy.generation.vllm_cfg.gpu_memory_utilization={options.share}",)
-    longest = (f"policy.max_total_sequence_length={LONGEST_PROMPT + options.response_tokens}",)
+    longest = (f"policy.max_total_sequence_length={longest_of(options)}",)
     return (
         f"policy.megatron_cfg.optimizer.lr={LEARNING_RATE}",
         "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
@@ -105,20 +108,52 @@ def settings(options: argparse.Namespace) -> tuple[str, ...]:
         f"grpo.num_prompts_per_step={options.prompts}",
         f"grpo.num_generations_per_prompt={options.responses // options.prompts}",
         f"grpo.max_num_steps={options.steps}",
-        *(longest if options.response_tokens > STEP_TOKENS or not HAS_GPU else ()),
+        *(longest if options.prompt_tokens or options.response_tokens > STEP_TOKENS or not HAS_GPU else ()),
         *(shared if HAS_GPU else ("policy.generation.backend=megatron",)),
     )
+
+
+def longest_of(options: argparse.Namespace) -> int:
+    """Tokens of the longest prompt and its response."""
+    return int((options.prompt_tokens or LONGEST_PROMPT) + options.response_tokens)
+
+
+def long_prompts(options: argparse.Namespace) -> list[str]:
+    """Random letters, a token each, for all steps; an empty list where prompts are reasoning-gym's."""
+    draw, size = random.Random(1), options.prompt_tokens
+    num = options.steps * options.prompts if size else 0
+    return ["".join(draw.choices(string.ascii_lowercase, k=size)) for _ in range(num)]
+
+
+def long_prompt_settings(folder: Path, options: argparse.Namespace) -> list[str]:
+    """What has our runs read those prompts, which are written to `folder`."""
+    if not (prompts := long_prompts(options)):
+        return []
+    texts = {"train": prompts, "validation": ["3 + 4"]}
+    for split, each in texts.items():
+        lines = "".join(json.dumps({"prompt": text, "answer": "7"}) + "\n" for text in each)
+        (folder / f"{split}.jsonl").write_text(lines)
+    return [
+        *(f"data.{split}.path={folder / split}.jsonl" for split in texts),
+        f"data.max_input_seq_length={options.prompt_tokens}",
+        'data.prompt_template="{question}"',
+        "data.env_name=function",
+        "env.function.path=examples.smollm2.last_number:last_number",
+    ]
 
 
 def measure_ours(attempt: Ours, model: Path, options: argparse.Namespace) -> dict[str, Any]:
     """By the command line, as `grpo_step.py` does."""
     overrides = [*settings(options), *attempt.overrides, *options.set]
-    found = grpo_step.measure_step(model, argparse.Namespace(set=overrides))
+    of_prompts = long_prompt_settings(model.parent, options)
+    found = grpo_step.measure_step(model, argparse.Namespace(set=[*overrides, *of_prompts]))
     return {**found, "overrides": overrides}
 
 
 def prompt_texts(model: Path, options: argparse.Namespace) -> list[str]:
     """Those of our runs, as text."""
+    if prompts := long_prompts(options):
+        return prompts
     from nemo_rl_offload.data.prompt_tokens import encode_prompt
     from nemo_rl_offload.data.prompts import problems_of
     from nemo_rl_offload.data.tokenizer import load_tokenizer
@@ -181,13 +216,13 @@ def measure_theirs(attempt: Theirs, model: Path, options: argparse.Namespace) ->
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    micro = min(8 if HAS_GPU else 4, max(1, MICROBATCH_TOKENS // options.response_tokens))
+    micro = min(8 if HAS_GPU else 4, max(1, MICROBATCH_TOKENS // (options.prompt_tokens + options.response_tokens)))
     vllm = {
         "use_vllm": True,
         "vllm_mode": "colocate",
         "vllm_enable_sleep_mode": True,
         "vllm_gpu_memory_utilization": options.share,
-        "vllm_max_model_length": LONGEST_PROMPT + options.response_tokens,
+        "vllm_max_model_length": longest_of(options),
     }
     arguments = {
         "per_device_train_batch_size": micro,
@@ -265,7 +300,7 @@ def measure_theirs(attempt: Theirs, model: Path, options: argparse.Namespace) ->
 
 def measure(name: str, model: Path, options: argparse.Namespace) -> dict[str, Any]:
     """One attempt, in a process of its own."""
-    keys = ("share", "kl_weight", "prompts", "responses", "response_tokens", "steps")
+    keys = ("share", "kl_weight", "prompts", "responses", "prompt_tokens", "response_tokens", "steps")
     return measure_attempt(__file__, name, ATTEMPTS[name], model, options, keys)
 
 
@@ -281,6 +316,7 @@ def main() -> int:
     parser.add_argument("--kl-weight", type=float, default=KL_WEIGHT, help="0: no reference policy")
     parser.add_argument("--prompts", type=int, default=NUM_PROMPTS, help="a step")
     parser.add_argument("--responses", type=int, default=NUM_RESPONSES, help="a step")
+    parser.add_argument("--prompt-tokens", type=int, default=0, help="of random prompts; 0: reasoning-gym's")
     parser.add_argument("--response-tokens", type=int, default=STEP_TOKENS, help="of each response, at the most")
     parser.add_argument("--steps", type=int, default=NUM_STEPS)
     parser.add_argument("--model", type=Path, help="a folder; one is written otherwise")
@@ -292,9 +328,9 @@ def main() -> int:
         options.inner.write_text(json.dumps(ways(attempt, options.model, options)))
         return 0
     path = options.out / f"beside_trl_{options.name or options.shape}.json"
-    sizes = {key: getattr(options, key) for key in ("prompts", "responses", "response_tokens")}
+    sizes = {key: getattr(options, key) for key in ("prompts", "responses", "prompt_tokens", "response_tokens")}
     result: dict[str, Any] = {"experiment": "beside_trl", "shape": options.shape, **sizes}
-    positions = max(grpo_step.SHAPE["max_position_embeddings"], LONGEST_PROMPT + options.response_tokens)
+    positions = max(grpo_step.SHAPE["max_position_embeddings"], longest_of(options))
     changes = {**SHAPES[options.shape], "max_position_embeddings": positions}
     write_model = partial(grpo_step.write_model, changes=changes)
     measure_attempts(options, path, result, write_model, partial(measure, options=options))
