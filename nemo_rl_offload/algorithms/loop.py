@@ -618,7 +618,7 @@ def _run_once(
             say(f"Of that time: {text}")
         saving = config["checkpointing"]["enabled"]
         with (
-            MetricLogger(run_dir, config["logger"], config) as logger,
+            MetricLogger(run_dir, config["logger"], config, loop.step) as logger,
             Progress(loop.num_steps, enabled=True, stream=progress_stream) as progress,
             Termination(config["fault_tolerance"]["grace_period_s"] if saving else 0, progress.note) as termination,
         ):

@@ -136,22 +136,22 @@ def _run(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[P
         run_dirs.append(run_dir)
         from rich.console import Console
 
-        console = Console(stderr=options.format == "json", highlight=False, soft_wrap=True)
+        console = Console(stderr=options.format == "json", highlight=False, markup=False, soft_wrap=True)
         for warning in checked.warnings:
-            console.print(f"warning: {warning}", style="yellow", markup=False)
-        console.print(f"Run directory: {run_dir}", markup=False)
+            console.print(f"warning: {warning}", style="yellow")
+        console.print(f"Run directory: {run_dir}")
         for line in told:
-            console.print(line, markup=False)
+            console.print(line)
         summary_file = run_dir / SUMMARY_FILE
         if summary_file.exists():
             console.print("This run is finished; here is its summary.")
             if changed := changed_on_resume(run_dir, checked.config).told:
-                console.print(f"warning: without effect: {changed}", style="yellow", markup=False)
+                console.print(f"warning: without effect: {changed}", style="yellow")
         else:
             if problems := list(_problems_here(checked.config)):
                 raise ConfigError(f"{source}: {problems[0]}")
             for warning in _note_inputs(run_dir, checked.config):
-                console.print(f"warning: {warning}", style="yellow", markup=False)
+                console.print(f"warning: {warning}", style="yellow")
             from nemo_rl_offload.cli.warned import warnings_as_lines
 
             with warnings_as_lines(console):
@@ -326,7 +326,7 @@ def _train(algorithm: str, config: "MasterConfig", run_dir: Path, console: "Cons
     run = import_object(ALGORITHMS[algorithm].runner)
 
     def say(line: str) -> None:
-        console.print(line if line.endswith(".") else f"{line} ...", markup=False)
+        console.print(line if line.endswith(".") else f"{line} ...")
 
     run(config, run_dir, say, sys.stderr if console.stderr else None)
 
@@ -344,7 +344,7 @@ def _show_summary(path: Path, form: str, console: "Console") -> None:
     if (summary := read_json(path, Summary, recovery_hint)) is not None:
         console.print(summary_table(summary, console.width))
         for line in _what_next(path.parent, summary["algorithm"]):
-            console.print(line, markup=False)
+            console.print(line)
 
 
 def _what_next(run_dir: Path, algorithm: str) -> list[str]:

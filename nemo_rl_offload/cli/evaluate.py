@@ -60,7 +60,7 @@ def evaluate(options: argparse.Namespace, overrides: Sequence[str], run_dirs: li
     saved = config["eval"]["save_path"]
     default = Path("results") / name if saved is None else Path(saved).expanduser()
     check_no_run_in(options.run_dir or default)
-    console = Console(stderr=options.format == "json", highlight=False, soft_wrap=True)
+    console = Console(stderr=options.format == "json", highlight=False, markup=False, soft_wrap=True)
     with open_run_directory(options.run_dir, default, config) as out:
         run_dirs.append(out)
         model = config["policy"]["model_name"] if checkpoint is None else str(checkpoint)
@@ -68,13 +68,13 @@ def evaluate(options: argparse.Namespace, overrides: Sequence[str], run_dirs: li
         if there is not None and there["model"] != model:
             raise ConfigError(f"{out}: has the evaluation of {there['model']}. Name another --run-dir.")
         for warning in checked.warnings:
-            console.print(f"warning: {warning}", style="yellow", markup=False)
-        console.print(f"Run directory: {out}", markup=False)
+            console.print(f"warning: {warning}", style="yellow")
+        console.print(f"Run directory: {out}")
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         from nemo_rl_offload.algorithms.evaluation import run_evaluation
 
         def say(line: str) -> None:
-            console.print(line if line.endswith(".") else f"{line} ...", markup=False)
+            console.print(line if line.endswith(".") else f"{line} ...")
 
         stream = sys.stderr if console.stderr else None
         with warnings_as_lines(console):

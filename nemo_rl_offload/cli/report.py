@@ -11,11 +11,11 @@ from rich.text import Text
 
 from nemo_rl_offload.cli.show import show
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.observability.html_report import RUN_FILES, run_page, write_report
+from nemo_rl_offload.observability.html_report import RUN_FILES, check_not_of_run, run_page, write_report
 from nemo_rl_offload.observability.page_server import PageServer
 from nemo_rl_offload.observability.run_comparison import Run, comparison_data, letters, page, tables
 from nemo_rl_offload.runs.output import write_text
-from nemo_rl_offload.runs.run_directory import SUMMARY_FILE
+from nemo_rl_offload.runs.run_directory import CHECKPOINTS, SUMMARY_FILE
 
 _PORTS = range(1 << 16)
 
@@ -45,10 +45,8 @@ def report(options: argparse.Namespace) -> None:
 
 
 def _compare(run_dirs: list[Path], destination: Path | None, form: str) -> None:
-    if destination is not None and destination.resolve() in {
-        (run_dir / name).resolve() for run_dir in run_dirs for name in RUN_FILES
-    }:
-        raise ConfigError(f"{destination}: belongs to a run, and would be lost. Give another name.")
+    if destination is not None:
+        check_not_of_run(destination, run_dirs)
     runs = [Run(folder) for folder in run_dirs]
     folders = [
         Text(f"{name}: {run.folder}", no_wrap=True, overflow="ignore")
@@ -74,7 +72,8 @@ def _serve(run_dirs: list[Path], port: int) -> None:
 
     if missing := [folder for folder in run_dirs if not folder.is_dir()]:
         raise ConfigError(f"{missing[0]}: is no folder. Give the folder of a run.")
-    with PageServer(port, make, [run_dir / name for run_dir in run_dirs for name in RUN_FILES]) as server:
+    watched = [run_dir / name for run_dir in run_dirs for name in (*RUN_FILES, CHECKPOINTS)]
+    with PageServer(port, make, watched) as server:
         print(f"Serving {server.address} to this machine; Ctrl-C ends it.", flush=True)
         print(f"From another machine: ssh -L {server.server_port}:127.0.0.1:{server.server_port} HOST", flush=True)
         with contextlib.suppress(KeyboardInterrupt):

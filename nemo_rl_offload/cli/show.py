@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from rich.console import Console, RenderableType
 
+from nemo_rl_offload.runs.output import without_nan
+
 
 def show(form: str, data: Callable[[], object], readable: Callable[[int], RenderableType]) -> None:
     """Print JSON, or what is made for so many columns.
@@ -14,7 +16,7 @@ def show(form: str, data: Callable[[], object], readable: Callable[[int], Render
     in lines.
     """
     if form == "json":
-        print(json.dumps(data(), indent=2))
+        print(json.dumps(without_nan(data()), indent=2, allow_nan=False, default=str))
         return
     console = Console(highlight=False, markup=False)
     wraps = console.is_terminal or os.environ.get("COLUMNS", "").isdigit()

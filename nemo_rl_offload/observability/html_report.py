@@ -14,17 +14,21 @@ from nemo_rl_offload.runs.begin import checkpoints_of
 from nemo_rl_offload.runs.origin import ORIGIN_FILE, read_origin
 from nemo_rl_offload.runs.output import write_text, written_aside
 from nemo_rl_offload.runs.run_directory import (
+    APPENDED_TO,
     CHANGES_FILE,
     CONFIG_FILE,
     ERROR_FILE,
+    FOLDERS,
     FORMER_SUMMARY_FILE,
     MEMORY_FILE,
     METRICS_FILE,
+    REPORT_FILE,
     RESTARTS_FILE,
     SAMPLES_FILE,
     SCORERS_FILE,
     SUMMARY_FILE,
     WARNINGS_FILE,
+    WRITTEN_WHOLE,
 )
 from nemo_rl_offload.runs.run_files import (
     ChangeRecord,
@@ -69,14 +73,22 @@ def write_report(run_dir: Path, destination: Path) -> None:
         ConfigError: the folder holds no run that has logged metrics, or a file there is damaged.
         ResourceError: the page cannot be written; one that was there still is.
     """
-    if destination.resolve() in {(run_dir / name).resolve() for name in RUN_FILES}:
-        raise ConfigError(f"{destination}: belongs to the run, and would be lost. Give another name.")
+    check_not_of_run(destination, [run_dir])
     page = run_page(run_dir)
     if destination.parent.resolve() != run_dir.resolve():
         write_text(destination, page)
         return
     with written_aside(destination, replaces_links=False) as file:  # which others may have put there
-        file.write(page.encode())
+        file.write(page.encode(errors="backslashreplace"))
+
+
+def check_not_of_run(destination: Path, run_dirs: Sequence[Path]) -> None:
+    """Raise ConfigError where a page would take the place of what a run has written, but for its own page."""
+    target = destination.resolve()
+    for folder in (each.resolve() for each in run_dirs):
+        files = {folder / name for name in (*WRITTEN_WHOLE, *APPENDED_TO) if name != REPORT_FILE}
+        if target in files or any(target.is_relative_to(folder / name) for name in FOLDERS):
+            raise ConfigError(f"{destination}: belongs to the run, and would be lost. Give another name.")
 
 
 def run_page(run_dir: Path, *, script: str = "") -> str:
@@ -162,13 +174,19 @@ def _sample(record: SampleRecord) -> str:
 
 
 def read_metrics(path: Path) -> Metrics:
-    """The metrics of a run; of a step that was repeated after a restart, the last. What a kill cut off is left out.
+    """The metrics of a run, without those of steps that it gave up: a step that comes again takes the place of itself
+    and of all after it. What a kill cut off is left out.
 
     Raises:
         ConfigError: the file cannot be read, or is damaged.
     """
     latest: dict[tuple[str, str, int], float | None] = {}
+    last_step = -1
     for record in read_records(path):
+        if record["prefix"] == "train":
+            if record["step"] <= last_step:
+                latest = {key: value for key, value in latest.items() if key[2] < record["step"]}
+            last_step = record["step"]
         for name, value in record["metrics"].items():
             latest[name, record["prefix"], record["step"]] = value
     metrics: Metrics = {}
@@ -189,7 +207,7 @@ def curves_of(metrics: Metrics) -> Curves:
 
 def _overview(summary: Summary | None, curves: Curves, run_dir: Path) -> Iterator[str]:
     last_step = max(step for prefixes in curves.values() for line in prefixes.values() for step, _ in line)
-    rows = {"steps": f"{last_step:g}"}
+    rows = {"steps": f"{last_step:.0f}"}
     if summary is None:
         rows["state"] = "not finished"
     else:
@@ -199,7 +217,7 @@ def _overview(summary: Summary | None, curves: Curves, run_dir: Path) -> Iterato
             "wall time": f"{summary['wall_seconds']:.0f} s",
             "workers": f"{summary['world_size']} on {summary['device']}",
             "steps skipped (not finite)": str(summary["skipped_steps"]),
-            "restarts": str(summary["restarts"]),
+            "restarts since it was last begun": str(summary["restarts"]),
         }
     if there := checkpoints_of(run_dir):
         rows["checkpoints"] = there

@@ -21,7 +21,7 @@ from nemo_rl_offload.config.schema import LoggerConfig
 from nemo_rl_offload.errors import ResourceError
 from nemo_rl_offload.observability.gpu_monitor import PREFIX, SECONDS, GpuMonitor
 from nemo_rl_offload.runs.output import without_nan, writing_in_run
-from nemo_rl_offload.runs.plain_files import Place, make_folder, open_to_append
+from nemo_rl_offload.runs.plain_files import Place, make_folder, open_to_append, open_to_append_lines
 from nemo_rl_offload.runs.run_directory import METRICS_FILE, TENSORBOARD
 
 
@@ -34,7 +34,7 @@ class _JsonLines:
     def __init__(self, path: Path) -> None:
         self._path = path
         with writing_in_run(path):
-            self._file = open_to_append(path)
+            self._file = open_to_append_lines(path)
             self._place = Place(path)
 
     def write(self, metrics: Mapping[str, float], step: int, prefix: str, wall_time_s: float) -> None:
@@ -55,8 +55,8 @@ class _JsonLines:
 
 class _TensorBoard:
     # TensorBoard's own EventFileWriter writes in a thread, where a full disk ends in a printed traceback.
-    def __init__(self, folder: Path) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
+    def __init__(self, folder: Path, step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -68,6 +68,9 @@ class _TensorBoard:
             self._file = open_to_append(self._path)
             self._records = RecordWriter(self._file)
         self._append(Event(wall_time=start_s, file_version="brain.Event:2"))
+        if step:  # what an attempt that was given up has written of later steps is not shown
+            start = SessionLog(status=SessionLog.START)
+            self._append(Event(wall_time=start_s, step=step + 1, session_log=start))
 
     def write(self, metrics: Mapping[str, float], step: int, prefix: str, wall_time_s: float) -> None:
         values = [self._summary.Value(tag=f"{prefix}/{name}", simple_value=value) for name, value in metrics.items()]
@@ -88,15 +91,16 @@ class MetricLogger:
 
     ``metrics.jsonl`` has one object a line, ``{"step", "prefix", "time", "metrics"}``, with the time in
     seconds since the epoch and null for a value that is not finite; a resumed run appends. ``tensorboard/``
-    has the same under ``prefix/name``, and so have trackers, which are given the whole ``config`` besides.
+    has the same under ``prefix/name``, and so have trackers, which are given the whole ``config`` besides. The run
+    goes on after ``first_step``.
 
     Raises:
         ResourceError: `metrics.jsonl` cannot be written (here and in every method).
     """
 
-    def __init__(self, run_dir: Path, section: LoggerConfig, config: Mapping[str, object]) -> None:
+    def __init__(self, run_dir: Path, section: LoggerConfig, config: Mapping[str, object], first_step: int = 0) -> None:
         self._notices: list[str] = []
-        self._step = 0
+        self._step = first_step
         self._lock = Lock()
         """Of the files, which the monitor's thread writes too."""
         self._sinks: dict[str, _Sink] = {}
@@ -119,7 +123,7 @@ class MetricLogger:
 
         self._lines = _JsonLines(run_dir / METRICS_FILE) if section["jsonl_enabled"] else None
         makers: dict[str, tuple[bool, Callable[[], _Sink]]] = {
-            "tensorboard": (section["tensorboard_enabled"], lambda: _TensorBoard(run_dir / TENSORBOARD)),
+            "tensorboard": (section["tensorboard_enabled"], lambda: _TensorBoard(run_dir / TENSORBOARD, first_step)),
             "wandb": (section["wandb_enabled"], wandb),
             "mlflow": (section["mlflow_enabled"], mlflow),
             "swanlab": (section["swanlab_enabled"], swanlab),

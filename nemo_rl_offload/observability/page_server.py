@@ -59,7 +59,7 @@ class PageServer(ThreadingHTTPServer):
     Args:
         port: 0 takes a free one.
         make: makes the page, with a script. A NemoRLOffloadError of its is shown in the page's place.
-        files: by whose sizes it is told whether the page has changed.
+        files: by whose sizes and times it is told whether the page has changed; folders among them.
 
     Raises:
         ConfigError: the port is taken.
@@ -85,14 +85,14 @@ class PageServer(ThreadingHTTPServer):
         return f"http://{LOOPBACK}:{self.server_port}/"
 
     def tag(self) -> str:
-        """Is another one after each change of the files; append-only files grow, and the others are replaced."""
+        """Is another one after each change of the files."""
         found = []
         for file in self._files:
             try:
                 status = os.lstat(file)
             except OSError:
                 continue
-            found.append(f"{status.st_ino:x}.{status.st_size:x}")
+            found.append(f"{status.st_ino:x}.{status.st_size:x}.{status.st_mtime_ns:x}")
         return f'"{"-".join(found)}"'
 
     def page(self) -> str:
@@ -116,7 +116,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_response(HTTPStatus.NOT_MODIFIED)
             self.end_headers()
         else:
-            content = self.server.page().encode()
+            content = self.server.page().encode(errors="backslashreplace")
             self.send_response(HTTPStatus.OK)
             for name, value in (
                 ("Content-Type", "text/html; charset=utf-8"),

@@ -141,11 +141,24 @@ def comparison_data(runs: Sequence[Run]) -> ComparisonData:
 
 def _differing_keys(runs: Sequence[Run]) -> list[str]:
     keys = sorted({key for run in runs for key in run.config})
-    return [key for key in keys if len({_shown(run, key) for run in runs}) > 1]
+    return [key for key in keys if len({repr(run.config.get(key, _ABSENT)) for run in runs}) > 1]
 
 
-def _shown(run: Run, key: str) -> str:
-    return str(run.config.get(key, "absent"))
+def _shown(runs: Sequence[Run], key: str) -> list[str]:
+    """Values as they are written; a text in quotation marks where another run has what looks like it."""
+    values = [run.config.get(key, _ABSENT) for run in runs]
+    texts = [str(value) for value in values]
+    return texts if len({*texts}) == len({*map(repr, values)}) else list(map(repr, values))
+
+
+class _Absent:
+    """A run's configuration has no such key."""
+
+    def __repr__(self) -> str:
+        return "absent"
+
+
+_ABSENT = _Absent()
 
 
 def rows_of(runs: Sequence[Run]) -> dict[str, list[str]]:
@@ -154,7 +167,7 @@ def rows_of(runs: Sequence[Run]) -> dict[str, list[str]]:
     names = list(dict.fromkeys(name for each in figures for name in each))
     rows = {name: [each.get(name, "-") for each in figures] for name in names}
     differing = _differing_keys(runs)
-    rows |= {key: [_shown(run, key) for run in runs] for key in differing[:DIFFERING_KEYS]}
+    rows |= {key: _shown(runs, key) for key in differing[:DIFFERING_KEYS]}
     if (more := len(differing) - DIFFERING_KEYS) > 0:
         rows[f"and {more} more keys"] = ["" for _ in runs]
     return rows
@@ -172,7 +185,7 @@ def tables(runs: Sequence[Run], width: int = 80) -> Iterator[Table]:
     for start in range(0, len(runs), beside):
         part = slice(start, start + beside)
         names = letters(runs)[part]
-        wrapper = _AtDots((width - 3 * len(names) - 4) * 3 // (3 + 2 * len(names)))
+        wrapper = _AtDots(max(1, (width - 3 * len(names) - 4) * 3 // (3 + 2 * len(names))))
         table = Table(width=width)
         table.add_column("", overflow="fold", width=wrapper.width)
         for name in names:

@@ -79,7 +79,7 @@ def line_chart(series: Series, x_label: str, show: Callable[[float], str] = "{:g
 
 def bar(values: Mapping[str, float], width: int = 860) -> str:
     """One bar divided in proportion to the values, with a legend of names and shares."""
-    total = sum(values.values())
+    total = sum(values.values()) or 1.0
     parts, legend, x = [], [], 0.0
     for number, (name, value) in enumerate(values.items()):
         colour, share = COLOURS[number % len(COLOURS)], value / total

@@ -1,6 +1,7 @@
 """What to say when there is no device memory left: the peak and what to change. For a training step, which the planner
 knows, the largest module or the logits, and the planner's way out as well."""
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -41,19 +42,35 @@ Phase = Literal[
 CHECKPOINTING: Phase = "writing or reading a checkpoint"
 
 
+EXPANDABLE = f"{MEGATRON}.env_vars={{PYTORCH_CUDA_ALLOC_CONF: 'expandable_segments:True'}}"
+WORTH_SAYING = 1.05
+"""What torch's allocator took, over what tensors took."""
+
+
 @dataclass(frozen=True)
 class DeviceUse:
-    """A device by the driver's name, its memory, and the most of it that torch held."""
+    """A device by the driver's name, its memory, and the most of it that torch's tensors took."""
 
     name: str
     total_bytes: int
     peak_bytes: int
+    reserved_bytes: int = 0
+    """The most that torch's allocator took for them, with what lies unused between them."""
 
     def __str__(self) -> str:
         if not self.total_bytes:
             return "the device has no room for this process at all. See with nvidia-smi what else is on it."
         held = gib(self.peak_bytes, decimals=1 if self.peak_bytes >= GIB else 3)
-        return f"torch held up to {held} of the {gib(self.total_bytes)} of this {self.name}."
+        said = f"torch held up to {held} of the {gib(self.total_bytes)} of this {self.name}."
+        if not self.is_fragmented:
+            return said
+        return f"{said[:-1]}, in pieces of {gib(self.reserved_bytes)}: {EXPANDABLE} leaves less between them."
+
+    @property
+    def is_fragmented(self) -> bool:
+        """Whether much lies unused between tensors, and torch was not told to avoid that."""
+        told = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
+        return self.reserved_bytes > WORTH_SAYING * self.peak_bytes and "expandable_segments:True" not in told
 
 
 def device_use() -> DeviceUse:
@@ -61,7 +78,8 @@ def device_use() -> DeviceUse:
     import torch
 
     try:
-        return DeviceUse(torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1], torch.cuda.max_memory_allocated())
+        most = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        return DeviceUse(torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1], *most)
     except RuntimeError:
         return DeviceUse("", 0, 0)
 

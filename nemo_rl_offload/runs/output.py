@@ -11,7 +11,7 @@ from tempfile import NamedTemporaryFile
 from typing import BinaryIO
 
 from nemo_rl_offload.errors import ConfigError, NemoRLOffloadError, ResourceError, where_else
-from nemo_rl_offload.runs.plain_files import Place, open_to_append, written_anew
+from nemo_rl_offload.runs.plain_files import Place, open_to_append_lines, written_anew
 
 
 def make_writable(folder: Path, given: str) -> None:
@@ -53,10 +53,10 @@ def write_text(path: Path, text: str) -> None:
     """
     if _is_device(path):
         with _cannot_write(path):
-            path.write_text(text, encoding="utf-8")
+            path.write_text(text, encoding="utf-8", errors="backslashreplace")
         return
     with written_aside(path.resolve() if path.is_symlink() else path) as file:
-        file.write(text.encode())
+        file.write(text.encode(errors="backslashreplace"))
 
 
 def _is_device(path: Path) -> bool:
@@ -125,7 +125,7 @@ class OptionalLog:
     def append(self, text: str) -> list[str]:
         """Add to the log; returns what the user should hear of that, which is mostly nothing."""
         try:
-            with open_to_append(self._path) as file:
+            with open_to_append_lines(self._path) as file:
                 file.write(text.encode("utf-8", errors="backslashreplace"))
         except OSError as error:
             told, self._has_failed = self._has_failed, True

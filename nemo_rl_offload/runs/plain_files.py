@@ -57,6 +57,15 @@ def open_to_append(path: Path) -> BinaryIO:
     return open(open_plain_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, may_have_other_names=False), "ab")
 
 
+def open_to_append_lines(path: Path) -> BinaryIO:
+    """As `open_to_append`, for lines: a last one that a kill cut off becomes a line of its own."""
+    descriptor = open_plain_file(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, may_have_other_names=False)
+    size = os.fstat(descriptor).st_size
+    if size and os.pread(descriptor, 1, size - 1) != b"\n":
+        os.write(descriptor, b"\n")
+    return open(descriptor, "ab")
+
+
 def aside_of(path: Path) -> Path:
     """Where a file is written that is to appear whole or not at all."""
     return path.with_name(f".{path.name}.part")

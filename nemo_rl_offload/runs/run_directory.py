@@ -39,6 +39,7 @@ from nemo_rl_offload.runs.plain_files import (
     is_folder,
     make_folder,
     open_to_append,
+    open_to_append_lines,
     why_no_folder,
     why_not_plain,
     written_anew,
@@ -263,7 +264,7 @@ def _note_changes(folder: Path, config: Mapping[str, object], told: Callable[[st
         return
     changes: dict[str, Change] = {path: {"before": there, "after": here} for path, (there, here) in found.items()}
     record: ChangeRecord = {"step": steps[-1], "changes": changes}
-    with writing_in_run(folder / CHANGES_FILE), open_to_append(folder / CHANGES_FILE) as file:
+    with writing_in_run(folder / CHANGES_FILE), open_to_append_lines(folder / CHANGES_FILE) as file:
         file.write((json.dumps(record) + "\n").encode())
     for path, change in changes.items():
         told(f"From step {steps[-1]} on, {path} is {change['after']} instead of {change['before']}.")

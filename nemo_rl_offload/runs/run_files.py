@@ -217,6 +217,7 @@ class Summary(LoopSummary):
     world_size: Count
     device: str
     restarts: Count
+    """Of the workers, since the run was last begun."""
     run_dir: str
 
 
@@ -303,9 +304,12 @@ def _read_lines[T](path: Path, kind: type[T]) -> Iterator[T]:
             with _named(path, "Remove that line.", f"line {number}: "):
                 if line is None:
                     raise ValueError(TOO_LONG_A_LINE)
-                text = line.decode("utf-8")
                 try:
-                    content = parse_json(text)
+                    content = parse_json(line.rstrip(b"\n").decode("utf-8"))
+                except UnicodeDecodeError as error:
+                    if error.end < len(line.rstrip(b"\n")):  # not cut off within a letter
+                        raise
+                    continue
                 except DocumentError as error:
                     if error.line is None:  # it is JSON
                         raise

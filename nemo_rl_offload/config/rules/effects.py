@@ -338,7 +338,7 @@ def _checkpoints_go_unmeasured(get: Get) -> Iterator[str]:
     is_ranked = get("checkpointing.enabled") and get("checkpointing.keep_top_k") and (metric or "").startswith("val:")
     if is_ranked and val_period and save_period % val_period and save_period < last:
         nearest = math.ceil(save_period / val_period) * val_period
-        fix = f"Set it to {nearest}" if nearest < last else f"Lower {name}.val_period to {save_period}"
+        fix = f"Set it to {nearest}" if nearest < last else f"Set {name}.val_period to {save_period}"
         yield (
             f"{path}: {save_period} is no multiple of {name}.val_period, {val_period}: checkpoints of steps without a "
             f"validation are ranked behind all others. {fix}, or set checkpointing.metric_name=null."

@@ -48,6 +48,14 @@ def logger(run_dir: Path, **monitoring: float) -> MetricLogger:
     return MetricLogger(run_dir, section | {"gpu_monitoring": section["gpu_monitoring"] | monitoring}, {})
 
 
+def test_samples_before_the_first_step_of_a_resumed_run_are_of_the_last_one(gpus: list[str], tmp_path: Path) -> None:
+    section: Any = load_config(CONFIG, ["logger.monitor_gpus=true"])["logger"]
+    MetricLogger(tmp_path, section, {}, 100).close()
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert {record["step"] for record in records} == {100}
+    assert gpus[-1] == "shutdown"
+
+
 def test_samples_have_the_names_of_nemo_rl_and_are_handed_on_at_the_end(gpus: list[str]) -> None:
     found: list[gpu_monitor.Metrics] = []
     gpu_monitor.GpuMonitor(100.0, 100.0, found.append).close()

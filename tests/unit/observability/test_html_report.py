@@ -213,6 +213,38 @@ def test_samples_of_the_first_and_last_validation_and_of_training(run_dir: Path)
         assert part not in text, part
 
 
+def test_a_run_that_went_on_from_a_checkpoint_shows_no_step_that_it_gave_up(tmp_path: Path) -> None:
+    steps = [("train", 1), ("train", 2), ("validation", 2), ("train", 3), ("validation", 3)]
+    again = [("ray", 1), ("validation", 1), ("train", 2)]
+    lines = [
+        json.dumps({"step": step, "prefix": prefix, "metrics": {"loss": float(number), f"only {number}": 1.0}})
+        for number, (prefix, step) in enumerate([*steps, *again])
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    metrics = read_metrics(tmp_path / "metrics.jsonl")
+    assert metrics["loss"] == {"ray": [(1, 5.0)], "train": [(1, 0.0), (2, 7.0)], "validation": [(1, 6.0)]}
+    assert "only 3" not in metrics
+
+
+@pytest.mark.parametrize("end", ["", "\n"])
+@pytest.mark.parametrize("num_cut", [1, 2, 3, 20])
+def test_a_sample_cut_off_within_a_letter_is_left_out(num_cut: int, end: str, run_dir: Path) -> None:
+    sample = {"step": 1, "prefix": "train", "prompt": "p", "reward": 0.5, "num_tokens": 1, "num_turns": 1}
+    sample |= {"truncated": False, "response": "Gr\u00f6\u00dfe \u65e5"}
+    line = json.dumps(sample, ensure_ascii=False).encode()
+    cut = line[: line.index("\u65e5".encode()) + 3 - num_cut]
+    (run_dir / "samples.jsonl").write_bytes(line + b"\n" + cut + end.encode())
+    assert report(run_dir).text.count("Gr\u00f6\u00dfe \u65e5") == 1
+
+
+def test_a_folder_whose_name_is_no_text_has_a_page(run_dir: Path) -> None:
+    strange = run_dir.with_name("bad\udcff")
+    run_dir.rename(strange)
+    assert main(["report", str(strange)]) == 0
+    assert "bad\\udcff" in (strange / "report.html").read_text()
+    assert main(["report", str(strange), "--out", str(strange.with_name("page.html"))]) == 0
+
+
 def test_curves_hold_the_last_of_each_step(run_dir: Path) -> None:
     curves = curves_of(read_metrics(run_dir / "metrics.jsonl"))
     assert curves["timing/train_s"] == {"train": [(1, 0.25), (2, 0.5)]}
@@ -279,10 +311,17 @@ def test_a_damaged_file_is_one_error_that_names_it(
     assert re.fullmatch(rf"error: {re.escape(str(run_dir / name))}: .*{message}.*\n", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "warnings.log", "former_summary.json"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("config.yaml", "warnings.log", "former_summary.json", "inputs.json", ".lock", "mlflow.db"),
+        *("checkpoints/step_2/manifest.json", "checkpoints/step_2/policy/.metadata", "tensorboard/events.out"),
+    ],
+)
 def test_the_page_does_not_take_a_file_of_the_run(name: str, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (run_dir / "warnings.log").write_text("step 1: warning: no room\n")
-    (run_dir / "former_summary.json").write_text("{}")
+    if not (run_dir / name).exists():
+        (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
+        (run_dir / name).write_text("kept")
     before = (run_dir / name).read_text()
     assert main(["report", str(run_dir), "--out", str(run_dir / name)]) == 2
     assert "belongs to the run, and would be lost. Give another name." in capsys.readouterr().err
@@ -357,3 +396,13 @@ def test_charts_stay_inside_their_frame() -> None:
     assert all(0 <= number <= 420 for number in numbers)
     widths = [float(width) for width in re.findall(r"width='([\d.]+)' height='26' fill", bar({"a": 3, "b": 1}))]
     assert widths == [645, 215]
+
+
+def test_bytes_that_are_all_0_have_a_bar() -> None:
+    assert "0.0%" in bar({"weights": 0.0, "gradients": 0.0})
+
+
+def test_many_steps_are_counted_to_the_last(run_dir: Path) -> None:
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write("\n" + json.dumps({"step": 1_234_567, "prefix": "train", "metrics": {"loss": 1.0}}) + "\n")
+    assert "1234567" in report(run_dir).text

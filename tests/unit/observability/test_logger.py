@@ -13,17 +13,18 @@ from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.errors import ResourceError
 from nemo_rl_offload.observability import logger as logger_module
 from nemo_rl_offload.observability import trackers
+from nemo_rl_offload.observability.html_report import read_metrics
 from nemo_rl_offload.observability.logger import MetricLogger
 from nemo_rl_offload.runs.output import write_json_atomic
 
 
-def metric_logger(run_dir: Path, **enabled: bool) -> MetricLogger:
+def metric_logger(run_dir: Path, first_step: int = 0, **enabled: bool) -> MetricLogger:
     """A logger with these sinks and no other."""
     section: Any = load_config(PROJECT_ROOT / "examples/configs/sft_tiny.yaml")["logger"]
     section |= {
         f"{name}_enabled": enabled.get(name, False) for name in ("tensorboard", "jsonl", "wandb", "mlflow", "swanlab")
     }
-    return MetricLogger(run_dir, section, {"grpo": {"seed": 1}, "logger": section})
+    return MetricLogger(run_dir, section, {"grpo": {"seed": 1}, "logger": section}, first_step)
 
 
 def test_both_sinks_hold_what_was_logged(tmp_path: Path) -> None:
@@ -50,6 +51,26 @@ def test_resumed_run_appends(tmp_path: Path) -> None:
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
     assert not (tmp_path / "tensorboard").exists()
+
+
+def test_what_a_kill_cut_off_costs_no_record_of_the_resumed_run(tmp_path: Path) -> None:
+    for first_step, last_step in ((0, 3), (1, 2)):
+        with metric_logger(tmp_path, first_step, jsonl=True) as logger:
+            for step in range(first_step + 1, last_step + 1):
+                logger.log({"loss": float(last_step)}, step=step, prefix="train")
+        path = tmp_path / "metrics.jsonl"
+        path.write_bytes(path.read_bytes()[:-20] if last_step == 3 else path.read_bytes())
+    metrics = read_metrics(path)
+    assert metrics == {"loss": {"train": [(1, 3.0), (2, 2.0)]}}
+
+
+def test_tensorboard_does_not_show_what_a_resumed_run_gave_up(tmp_path: Path) -> None:
+    for first_step, last_step in ((0, 4), (2, 3)):
+        with metric_logger(tmp_path, first_step, tensorboard=True) as logger:
+            for step in range(first_step + 1, last_step + 1):
+                logger.log({"loss": float(last_step)}, step=step, prefix="train")
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("train/loss")
+    assert [(event.step, event.value) for event in events] == [(1, 4.0), (2, 4.0), (3, 3.0)]
 
 
 def test_full_disk_names_the_file(tmp_path: Path) -> None:

@@ -31,6 +31,15 @@ def serving(run_dir: Path, port: int = 0) -> Iterator[PageServer]:
             thread.join()
 
 
+def test_a_new_checkpoint_makes_the_page_new(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run")
+    (run_dir / "checkpoints").mkdir()
+    with PageServer(0, str, [run_dir / "checkpoints"]) as server:
+        tag = server.tag()
+        (run_dir / "checkpoints" / "step_1").mkdir()
+        assert server.tag() != tag
+
+
 def ask(server: PageServer, path: str = "", **headers: str) -> tuple[int, str, str]:
     """Status, text and tag."""
     request = urllib.request.Request(

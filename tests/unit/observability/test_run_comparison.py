@@ -55,6 +55,25 @@ def test_tables_fit_80_columns(num_runs: int, tmp_path: Path, capsys: pytest.Cap
     assert (tmp_path / "page.html").read_text().count("<th>") == num_runs + 1
 
 
+def test_values_that_look_alike_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b")
+    for folder, lines in ((a, "x: null\ny: '1'\nz: .inf\nw: 1\n"), (b, "x: 'None'\ny: 1\nz: 2000-01-01\nw: 1\n")):
+        with (folder / "config.yaml").open("a") as file:
+            file.write(lines)
+    assert command_line.main(["report", str(a), str(b), "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))["differing_keys"]
+    assert found == {"x": {"A": None, "B": "None"}, "y": {"A": "1", "B": 1}, "z": {"A": None, "B": "2000-01-01"}}
+    rows = rows_of([Run(a), Run(b)])
+    assert (rows["x"], rows["y"]) == (["None", "'None'"], ["'1'", "1"])
+
+
+@pytest.mark.parametrize("columns", [1, 5, 8])
+def test_no_room_for_a_table_is_no_fault(columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    folders = [str(make_run(tmp_path / name, 3, lr=number)) for number, name in enumerate("ab")]
+    assert command_line.main(["report", *folders]) == 0
+
+
 @pytest.mark.parametrize(("columns", "beside"), [(40, 1), (60, 2), (20, 1), (200, 3)])
 def test_tables_fit_a_narrow_terminal(
     columns: int, beside: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -88,7 +107,7 @@ def test_a_page_takes_no_file_of_a_run(tmp_path: Path, capsys: pytest.CaptureFix
     a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b")
     assert command_line.main(["report", str(a), str(b), "--out", str(b / "metrics.jsonl")]) == 2
     captured = capsys.readouterr()
-    assert "belongs to a run" in captured.err
+    assert "belongs to the run" in captured.err
     assert captured.out == ""
     assert command_line.main(["report", str(a), str(tmp_path / "c")]) == 2
     assert "c: there is no such folder. Give that of a run." in capsys.readouterr().err

@@ -192,6 +192,22 @@ def test_packs_are_made_smaller_by_their_tokens() -> None:
     assert "train_micro_batch_size" not in error
 
 
+@pytest.mark.parametrize(
+    ("reserved", "told", "is_said"),
+    [(78 * GIB, "", False), (79 * GIB, "expandable_segments:True", False), (74 * GIB, "", True)],
+)
+def test_memory_between_tensors_is_told_with_the_key(
+    reserved: int, told: str, is_said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", told)
+    peak = reserved - 8 * GIB if is_said else 77 * GIB
+    text = str(replace(H100, peak_bytes=peak, reserved_bytes=reserved))
+    assert ("in pieces of 74.0 GiB: " in text) == is_said
+    if is_said:
+        key = text.partition("GiB: ")[2].partition(" leaves less")[0]
+        assert policy(key)["megatron_cfg"]["env_vars"] == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
 def test_an_unknown_device_or_model_gets_what_holds_for_all() -> None:
     error = str(out_of_memory(policy(), Path("nowhere"), 1, DeviceUse("Abacus", 8 * GIB, 8 * GIB)))
     assert "Offload more modules, or use smaller microbatches (the device Abacus is not" in error

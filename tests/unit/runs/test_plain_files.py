@@ -12,6 +12,7 @@ from nemo_rl_offload.runs.plain_files import (
     aside_of,
     make_folder,
     open_to_append,
+    open_to_append_lines,
     read_plain,
     written_anew,
 )
@@ -166,3 +167,20 @@ def test_another_file_at_a_name_is_told_from_the_first(tmp_path: Path) -> None:
         assert not place.is_same()
         kind(path)
         assert not place.is_same()
+
+
+@pytest.mark.parametrize(("there", "then"), [(b"", b"new\n"), (b"a\n", b"a\nnew\n"), (b"a\nb", b"a\nb\nnew\n")])
+def test_a_line_that_was_cut_off_stays_one_of_its_own(there: bytes, then: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(there)
+    with open_to_append_lines(path) as file:
+        file.write(b"new\n")
+    assert path.read_bytes() == then
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_lines_are_appended_to_nothing_strange(kind: str, tmp_path: Path, victim: Path) -> None:
+    path, _ = put(kind, tmp_path, victim)
+    with pytest.raises(OSError, match=r"a link|a pipe|a socket|a folder"):
+        open_to_append_lines(path)
+    assert victim.read_text() == VICTIM

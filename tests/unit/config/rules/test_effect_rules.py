@@ -292,7 +292,7 @@ def test_checkpoints_of_steps_without_a_validation(check: Check) -> None:
         "validation are ranked behind all others. Set it to 20, or set checkpointing.metric_name=null."
     )
     (warning,) = check("grpo.max_num_steps=30", "grpo.val_period=50", "checkpointing.save_period=15").warnings
-    assert "Lower grpo.val_period to 15, or set" in warning
+    assert "Set grpo.val_period to 15, or set" in warning
     for quiet in (
         "checkpointing.save_period=20",
         "checkpointing.save_period=30",
