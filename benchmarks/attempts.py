@@ -26,6 +26,8 @@ from common import HAS_GPU, environment, say
 
 WARMUP_STEPS = 2
 OUT_OF_MEMORY = "out of memory"
+OUT_OF_MEMORY_WORDS = (OUT_OF_MEMORY, "out of device memory")
+"""Of libraries, and of this project."""
 POLL_S = 0.02
 
 
@@ -186,7 +188,7 @@ def measure_attempt(
     if found:
         return {**about, **found}
     told = [line for line in last.splitlines() if line.strip()] or ["nothing was said"]
-    error = OUT_OF_MEMORY if "out of memory" in last.lower() else told[-1][:300]
+    error = OUT_OF_MEMORY if any(words in last.lower() for words in OUT_OF_MEMORY_WORDS) else told[-1][:300]
     return {**about, "error": error, "exit_code": process.returncode}
 
 

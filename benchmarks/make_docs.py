@@ -399,19 +399,24 @@ def _overrides(result: Mapping[str, Any]) -> str:
     return ", ".join(f"`{text.removeprefix('policy.')}`" for text in result.get("overrides", [])) or "-"
 
 
-_SIZES_BESIDE_TRL = {"responses": 256, "response_tokens": 128, "prompts": 16}
+_SIZES_BESIDE_TRL = {"responses": 256, "response_tokens": 128, "prompts": 16, "prompt_tokens": 0, "card_gib": None}
 """Of results that do not say them."""
 
 
 def beside_trl(results: Mapping[str, Result]) -> Iterator[str]:
     """Each attempt at GRPO steps of one shape, by phase."""
     yield "## GRPO steps at TRL's settings\n"
-    yield "Responses to prompts of about 70 tokens, with vLLM on the same GPU: medians. Memory is the highest in use of"
-    yield "all processes.\n"
+    yield "Responses to prompts of about 70 tokens where nothing else is said, with vLLM on the same GPU: medians."
+    yield "Memory is the highest in use of all processes.\n"
     by_size: dict[str, dict[str, Result]] = {}
     for name, result in results.items():
-        responses, tokens, prompts = (result.get(key, size) for key, size in _SIZES_BESIDE_TRL.items())
-        by_size.setdefault(f"{responses} responses of {tokens:,} tokens to {prompts} prompts", {})[name] = result
+        responses, tokens, prompts, prompt_tokens, card_gib = (
+            result.get(key, size) for key, size in _SIZES_BESIDE_TRL.items()
+        )
+        size = f"{responses} responses of {tokens:,} tokens to {prompts} prompt{'s' if prompts > 1 else ''}"
+        size += f" of {prompt_tokens:,} tokens" if prompt_tokens else ""
+        size += f", {card_gib} GiB of the card" if card_gib else ""
+        by_size.setdefault(size, {})[name] = result
     for size, alike in by_size.items():
         yield f"{size}:\n"
         yield from _attempts_beside_trl(alike)
@@ -446,9 +451,12 @@ def sft_beside_trl(results: Mapping[str, Result]) -> Iterator[str]:
     yield "## Steps of supervised fine-tuning at TRL's settings\n"
     yield "Medians; memory is the highest in use of all processes.\n"
     for name, result in results.items():
+        given = result["command"]
+        besides = given[given.index("--set") + 1 :] if "--set" in given else []
+        keys = "".join(f", `{text.removeprefix('policy.')}`" for text in besides)
         yield (
-            f"{result['sequences']} sequences of up to {result['tokens']:,} tokens, packs of "
-            f"{result['pack_tokens']:,} tokens (`{name}.json`):\n"
+            f"Shape `{result['shape']}`{keys}, {result['sequences']} sequences of up to {result['tokens']:,} tokens, "
+            f"packs of {result['pack_tokens']:,} tokens (`{name}.json`):\n"
         )
         yield "| attempt | tokens/s | a step | device | host | first step |"
         yield "|---|---|---|---|---|---|"
@@ -461,6 +469,8 @@ def sft_beside_trl(results: Mapping[str, Result]) -> Iterator[str]:
             seconds = f"{found['timing/step_s']:.2f} s | {device} | {host} | {attempt['first_step_s']:.1f} s"
             yield f"| {attempt['name']} | {found['tokens_per_s']:,.0f} | {seconds} |"
         yield ""
+        if "note" in result:
+            yield f"{result['note']}\n"
 
 
 def adapters(results: Mapping[str, Result]) -> Iterator[str]:

@@ -184,6 +184,7 @@ OF_EXPERTS = ("moe_aux_loss_coeff=0.01",)
 slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "parts"),
     [

@@ -203,6 +203,7 @@ def test_collective_then_exception_of_one_rank(cluster: VirtualCluster) -> None:
     assert eventually(lambda: not any(map(is_running, pids)))
 
 
+@pytest.mark.slow
 def test_killed_rank_is_one_error(cluster: VirtualCluster) -> None:
     group = WorkerGroup(cluster, HangingWorker)
     pids = group.run_all(HangingWorker.pid)

@@ -100,6 +100,7 @@ def expected(folder: Path, copy: Path, *, depths: int, detached: bool = False) -
 
 @pytest.mark.usefixtures("megatron_process_group")
 class TestOneRank:
+    @pytest.mark.slow
     @pytest.mark.parametrize("head", ["use_fused_linear_logprobs=true", "use_fused_linear_logprobs=false"])
     @pytest.mark.parametrize(
         ("keys", "how"),

@@ -162,6 +162,7 @@ def beside() -> Iterator[Any]:
             )
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(("setting", "family", "modules"), list(beside()))
 def test_offloading_changes_no_bit_beside(setting: str, family: str, modules: tuple[str, ...], train: Train) -> None:
@@ -183,6 +184,7 @@ def test_recomputing_parts_of_mlps_changes_no_bit(family: str, setting: str, tra
     assert_same_training(train(family, *SETTINGS[setting]), train(family))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("family", "modules"), ALL)
 def test_a_recomputed_layer_offloads_its_input_alone(family: str, modules: tuple[str, ...], build: Build) -> None:
@@ -207,6 +209,7 @@ def test_a_recomputed_layer_offloads_its_input_alone(family: str, modules: tuple
     assert offered_bytes(stats) == sum(inputs_bytes)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("family", "modules"), ALL)
 def test_megatrons_knobs_leave_some_on_the_device(family: str, modules: tuple[str, ...], train: Train) -> None:
@@ -235,6 +238,7 @@ def test_auto_changes_no_bit(family: str, modules: tuple[str, ...], budget: str,
     assert 0 < outcome.stats.bytes_out <= (whole if budget == "64KiB" else 0.6 * whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "modules"), ALL)
 def test_too_little_host_memory_keeps_the_rest_on_the_device(
     family: str, modules: tuple[str, ...], train: Train

@@ -45,6 +45,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 SETTINGS = ("optimizer.lr=1e-2", "optimizer.weight_decay=0.1", "scheduler.lr_warmup_iters=3", "moe_aux_loss_coeff=0")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("megatron_process_group")
 @pytest.mark.parametrize("seed", range(1001, 1003))
 def test_no_bit_changes(seed: int, model_folder: Callable[[str], Path], tmp_path: Path) -> None:

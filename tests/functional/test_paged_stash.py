@@ -177,6 +177,7 @@ def test_a_full_stash_loses_no_step(family: str, pages: float, train: Train, pla
     assert outcome.model.guard.counts.reruns == outcome.model.guard.counts.overflows == sum(outcome.reruns) >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3_mtp"])
 def test_too_small_buffers_lose_no_step(
     family: str, train: Train, plain: Train, caplog: pytest.LogCaptureFixture

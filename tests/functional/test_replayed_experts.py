@@ -130,6 +130,7 @@ def test_replaying_is_transformers_with_these_experts(
     assert error > 0.1, "the comparison sees routes of other tokens"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [(), MOE_RECOMPUTED], ids=["plain", "recomputed"])
 def test_a_model_that_replays_its_own_choice_trains_bit_for_bit_as_without(
     overrides: tuple[str, ...], train: Train

@@ -89,6 +89,7 @@ def test_a_turn_of_the_chat_template_ends_as_a_response_does(folder: Path) -> No
     assert DIALOG.endswith("<|im_end|>\n" + tokenizer.decode(encode_prompt(tokenizer, None, " Größe? ")))
 
 
+@pytest.mark.slow
 def test_transformers_generates_with_both_and_the_teacher_is_the_better_one() -> None:
     student, teacher = (num_solved(folder, 40) for folder in FOLDERS)
     assert 4 <= student < teacher

@@ -97,6 +97,7 @@ def train(model_folder: Callable[[str], Path]) -> Train:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", MODULES)
 @pytest.mark.parametrize("name", BY_TOKENS)

@@ -1,4 +1,6 @@
+import json
 from argparse import Namespace
+from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 
@@ -6,31 +8,37 @@ import beside_trl
 import grpo_step
 import pytest
 from attempts import HighestMemory, Ours, line_of
-from beside_trl import ATTEMPTS, KL_WEIGHT, VLLM_SHARE, Phases, prompt_texts, settings
+from beside_trl import ATTEMPTS, KL_WEIGHT, VLLM_SHARE, Phases, long_prompt_settings, prompt_texts, settings
 from patience import PATIENCE_S
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.config.validation import check_config
 
 OPTIONS = Namespace(
-    share=VLLM_SHARE, kl_weight=KL_WEIGHT, prompts=16, responses=256, response_tokens=128, steps=grpo_step.NUM_STEPS
+    share=VLLM_SHARE,
+    kl_weight=KL_WEIGHT,
+    prompts=16,
+    responses=256,
+    prompt_tokens=0,
+    response_tokens=128,
+    steps=grpo_step.NUM_STEPS,
 )
 MODEL = PROJECT_ROOT / "examples/models/tiny_speller"
 GPU_EXEMPLAR = PROJECT_ROOT / "examples/configs/grpo_math_1B_vllm.yaml"
 
 
-@pytest.mark.parametrize("response_tokens", [128, 32_604])
+@pytest.mark.parametrize(("prompt_tokens", "response_tokens"), [(0, 128), (0, 32_604), (31_680, 1024)])
 @pytest.mark.parametrize("name", [name for name, attempt in ATTEMPTS.items() if isinstance(attempt, Ours)])
-def test_our_attempts_are_configurations(name: str, response_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_attempts_are_configurations(
+    name: str, prompt_tokens: int, response_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(beside_trl, "HAS_GPU", True)
     attempt = ATTEMPTS[name]
     assert isinstance(attempt, Ours)
-    overrides = grpo_step.overrides(
-        MODEL,
-        Namespace(
-            set=[*settings(Namespace(**{**vars(OPTIONS), "response_tokens": response_tokens})), *attempt.overrides]
-        ),
-    )
+    lengths = {"prompt_tokens": prompt_tokens, "response_tokens": response_tokens, "steps": 1, "prompts": 1}
+    options = Namespace(**{**vars(OPTIONS), **lengths})
+    given = [*settings(options), *attempt.overrides, *long_prompt_settings(tmp_path, options)]
+    overrides = grpo_step.overrides(MODEL, Namespace(set=given))
     checked = check_config(load_config(GPU_EXEMPLAR, overrides), name, run_here=False)
     assert checked.config["policy"]["megatron_cfg"]["peft"]["enabled"] == ("LoRA" in name)
 
@@ -39,6 +47,14 @@ def test_prompts_are_those_of_our_runs() -> None:
     texts = prompt_texts(MODEL, OPTIONS)
     assert len(texts) == grpo_step.NUM_STEPS * OPTIONS.prompts
     assert all("Spell this word backward" in text for text in texts)
+
+
+def test_both_sides_have_the_same_long_prompts(tmp_path: Path) -> None:
+    options = Namespace(**{**vars(OPTIONS), "prompt_tokens": 300, "steps": 2, "prompts": 3})
+    long_prompt_settings(tmp_path, options)
+    written = [json.loads(line)["prompt"] for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    assert written == prompt_texts(MODEL, options)
+    assert [len(text) for text in written] == 6 * [300]
 
 
 def test_phases_are_parts_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,8 @@ def test_our_attempts_are_configurations(name: str, tmp_path: Path, monkeypatch:
     attempt = ATTEMPTS[name]
     assert isinstance(attempt, Ours)
     overrides = [*settings(MODEL, tmp_path / "train.jsonl", OPTIONS), *attempt.overrides]
+    if "experts" in name:
+        overrides.append("policy.model_name=Qwen/Qwen3-30B-A3B")
     checked = check_config(load_config(PROJECT_ROOT / "examples/configs/sft.yaml", overrides), name, run_here=False)
     policy = checked.config["policy"]
     assert policy["sequence_packing"]["train_mb_tokens"] == 16_384
@@ -46,7 +48,11 @@ def test_the_table_has_a_row_for_each_attempt() -> None:
         "first_step_s": 12.0,
     }
     failed = {"name": "TRL float32", "error": "out of memory"}
-    result = {"sequences": 64, "tokens": 1024, "pack_tokens": 16_384, "attempts": [good, failed]}
+    sizes = {"sequences": 64, "tokens": 1024, "pack_tokens": 16_384, "shape": "1.5b"}
+    command = ["python", "sft_beside_trl.py", "--set", "policy.precision=float32"]
+    result = {**sizes, "attempts": [good, failed], "command": command, "note": "Another program ran."}
     text = "\n".join(make_docs.sft_beside_trl({"sft_beside_trl_1.5b": result}))
     assert "| ours | 51,234 | 0.75 s | 3.0 GiB | 0.5 GiB | 12.0 s |" in text
     assert "| TRL float32 | out of memory |" in text
+    assert "Shape `1.5b`, `precision=float32`, 64 sequences" in text
+    assert text.endswith("Another program ran.\n")

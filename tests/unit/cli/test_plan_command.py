@@ -174,6 +174,7 @@ def test_what_it_writes_passes_the_check_and_is_in_force(
     assert not [warning for warning in checked.warnings if "activation_checkpointing" in warning]
 
 
+@pytest.mark.slow
 def test_changes_that_cannot_be_tried_are_no_error_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
     """All ranks are taken."""
     words = (f"{CFG}.context_parallel_size=4", "policy.max_total_sequence_length=4024", "policy.logprob_chunk_size=256")
@@ -380,6 +381,7 @@ def test_what_does_not_fit_exits_with_2(capsys: pytest.CaptureFixture[str]) -> N
     assert all(re.fullmatch(r"policy\.[\w.]+=\S+( policy\.[\w.]+=\S+)?", each) for each in changes), "can be pasted"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "changes", "own"),
     [
@@ -498,6 +500,7 @@ def test_routing_is_of_models_with_experts(capsys: pytest.CaptureFixture[str]) -
     assert "has no experts" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [60, 80])
 def test_tables_of_a_plan_fit_the_terminal(
     width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -102,6 +102,7 @@ BEST = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "place", "says"),
     [
@@ -161,6 +162,7 @@ def test_more_machines_are_told_where_these_are_too_few(capsys: pytest.CaptureFi
     planned(capsys, *given, *shlex.split(pasted))
 
 
+@pytest.mark.slow
 def test_what_no_layout_changes_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     grpo = ("policy.generation.backend=vllm", "policy.generation.vllm_cfg.gpu_memory_utilization=0.99")
     words = ["plan", str(PROJECT_ROOT / "examples/configs/grpo_math_1B_megatron.yaml"), "--gpu", "h100", "--layouts"]
@@ -181,6 +183,7 @@ def test_the_best_is_written(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert overlay.read_text().splitlines()[1].startswith("# ")
 
 
+@pytest.mark.slow
 def test_a_layout_that_cannot_be_planned_is_no_hindrance(capsys: pytest.CaptureFixture[str]) -> None:
     given = cluster("Qwen/Qwen3-8B", 4096, 1)
     wrong = (f"{CFG}.tensor_model_parallel_size=3", f"{CFG}.pipeline_model_parallel_size=7")

@@ -104,6 +104,7 @@ def test_an_environment_has_a_scorer_and_workers(spec: EnvironmentSpec) -> None:
     assert "num_workers" in keys_of(keys_of(EnvConfig)[spec.name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qkv_linear", "expert_fc2"])
 def test_an_offload_module_has_at_most_four_places(name: str) -> None:
     others = ("bench/", "adapters/module_resolver.py")  # a choice to measure; Hugging Face models

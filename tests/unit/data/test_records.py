@@ -280,6 +280,7 @@ def arrow_bomb(file: Path) -> None:
         writer.write_batch(pa.record_batch({"prompt": ["x" * 600 * MIB]}))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "make", "free_mib"),

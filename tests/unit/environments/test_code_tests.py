@@ -121,6 +121,7 @@ def test_programs_that_read_and_print(program: str, given: str, wanted: str, pas
     assert score([{"input": given, "output": wanted}], fenced(program)).is_correct == passes
 
 
+@pytest.mark.slow
 def test_rewards() -> None:
     half = fenced("def to_kelvin(x):\n    return 273")
     right = fenced("def to_kelvin(x):\n    return x + 273")

@@ -104,6 +104,7 @@ def test_one_that_ends_its_process_on_every_first_response_ends_the_run(
         pool.step(episodes(*[asked] * 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "asked",
     [["an exception", "an exit"], ["an exception"], ["an abort"], ["a hang in C"] * 2],
@@ -160,6 +161,7 @@ def test_a_process_that_ends_late_costs_no_innocent(make_pool: Callable[..., Env
     assert notice.endswith(". The response was scored in another.")
 
 
+@pytest.mark.slow
 def test_a_process_that_was_killed_while_it_waited_is_replaced(make_pool: Callable[..., EnvironmentPool]) -> None:
     pool = make_pool(*function("misbehaves"))
     for _ in range(4):
@@ -280,6 +282,7 @@ pool.step([Episode({{}}, [dict(role="assistant", content="a hang in C")])])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_driver_that_ends_leaves_no_process(number: signal.Signals, tmp_path: Path) -> None:
     """One hangs where no alarm reaches it, the other waits."""

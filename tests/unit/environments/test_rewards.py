@@ -80,6 +80,7 @@ def test_a_score_that_is_no_number_is_no_reward(score: float, monkeypatch: pytes
         env.step(episodes(items, ["x"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 5, 6])
 def test_the_pool_keeps_the_order(pool: EnvironmentPool, size: int) -> None:
     items = entries("spell_backward", SHORT, size)

@@ -327,6 +327,7 @@ def test_an_optimizers_step_is_told_the_share_that_gives_it_room(memory_gib: int
         assert (not still) == fits, (tried, of_update, still)
 
 
+@pytest.mark.slow
 def test_less_of_the_optimizer_on_the_host_is_said_to_fit_too() -> None:
     job = make_job("Qwen/Qwen2.5-1.5B", layout=ALONE, passes=GRPO, makes_logits=False)
     most = highest_peak(run_nothing(job))

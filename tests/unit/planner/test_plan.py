@@ -238,6 +238,7 @@ def test_what_is_written_is_predicted_as_the_engine_does_it() -> None:
     assert highest_peak(whole) < highest_peak(plan.written.step) <= job.budget_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("native_engine", [True, False])
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-7B", MOE, LATENT])

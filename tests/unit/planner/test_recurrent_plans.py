@@ -105,6 +105,7 @@ def test_recomputing_the_recurrence_is_tried_of_such_models_alone() -> None:
         assert (frozenset({"core_attn"}) in tried) == is_tried
 
 
+@pytest.mark.slow
 def test_a_plan_recomputes_the_recurrence_where_memory_is_short() -> None:
     job = make_job("nvidia/NVIDIA-Nemotron-Nano-9B-v2", layout=ParallelLayout(8), memory_bytes=78 * GIB)
     plan = make_plan(job)

@@ -68,6 +68,7 @@ def test_a_step_is_that_of_logits(how: str, name: str, split: str, build: Callab
         assert float((gradient - expected).norm()) <= 1e-6 * max(float(expected.norm()), 1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nll", "distillation"])
 @pytest.mark.parametrize("how", FUSED)
 def test_a_step_with_an_adapted_output_layer_is_that_of_logits(

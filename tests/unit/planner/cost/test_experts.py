@@ -59,6 +59,7 @@ def test_recommended_factor(needed: float, expected: float) -> None:
     assert recommended_factor(needed) == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_a_plan_recommends_factors_for_a_skew() -> None:
     plan = make_plan(
         make_job(MOE, expert_buffers=ExpertBuffers(2.0, has_stash=True, host_factor=0.5, skew=Skew(1.5, 1.2)))

@@ -104,6 +104,7 @@ def tight() -> list[JobPlan]:
     return plans
 
 
+@pytest.mark.slow
 def test_tables_are_not_cut_where_modules_go_three_ways(tight: list[JobPlan]) -> None:
     assert max(len(row.places) for row in module_rows(tight[0].chosen, 0)) == 3
     for each in tight:

@@ -85,6 +85,7 @@ def test_experts_with_adapters_or_biases_are_whole() -> None:
     assert {base.smallest.layout.expert_tensor for base in bases(task("openai/gpt-oss-120b", 16, shape=few))} == {1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "world"), [("Qwen/Qwen3-8B", 32), ("Qwen/Qwen3-30B-A3B", 32), ("deepseek-ai/DeepSeek-V3", 256)]
 )
