@@ -203,6 +203,7 @@ def test_what_megatron_replays_is_what_it_runs(family: str, parts: str, model_fo
     assert all(metrics["moe/load_balancing_loss"] > 0 for metrics in reference.metrics if others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "parts", "modules", "others"),
     [

@@ -92,6 +92,7 @@ class TestOneRank:
         expected = {name: value for name, value in weights_of(model).items() if ".mtp." not in name}
         assert same_tensors(weights_of(other), expected)
 
+    @pytest.mark.slow
     def test_their_loss_is_weighed_and_kept_from_the_model(self, tmp_path: Path) -> None:
         """Without clipping, an update of plain SGD is linear in the weight of a loss."""
         folder = write_model(FAMILY, tmp_path / "with")

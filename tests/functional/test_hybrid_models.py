@@ -73,6 +73,7 @@ def test_mamba_layers_are_offloaded_by_the_names_of_attention(
     assert groups == dict.fromkeys(("attn_norm", "qkv_linear", "core_attn", "attn_proj"), 4 * num_microbatches)
 
 
+@pytest.mark.slow
 def test_recomputing_changes_no_loss(train: Train) -> None:
     for setting in ("recompute_full", "recompute_core_attn"):
         for metrics, expected in zip(train(*SETTINGS[setting])[0], train()[0], strict=True):

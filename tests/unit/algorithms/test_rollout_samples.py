@@ -206,6 +206,7 @@ def test_hostile_text_is_kept_as_it_is_and_shown_without_harm(text: str, tmp_pat
     assert "[red]" in visible("[red]")
 
 
+@pytest.mark.slow
 @given(st.text())
 def test_visible_text_prints_and_what_prints_stays(text: str) -> None:
     seen = visible(text)

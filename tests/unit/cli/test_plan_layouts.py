@@ -172,6 +172,7 @@ def test_what_no_layout_changes_is_named(capsys: pytest.CaptureFixture[str]) -> 
     assert "gpu_memory_utilization may be" in text
 
 
+@pytest.mark.slow
 def test_the_best_is_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     overlay = tmp_path / "laid_out.yaml"
     given = cluster("Qwen/Qwen3-8B", 8192, 1)
@@ -202,6 +203,7 @@ def test_what_check_refuses_is_no_layout(capsys: pytest.CaptureFixture[str]) -> 
     assert {each["layout"]["context_parallel_size"] for each in found["layouts"]} == {1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -142,6 +142,7 @@ def test_a_limit_that_is_there_already_is_kept(there: int, expected: int, monkey
     assert limits == [(resource.RLIMIT_DATA, (expected, expected))]
 
 
+@pytest.mark.slow
 def test_a_response_does_not_pay_for_what_others_left(make_pool: Callable[..., EnvironmentPool]) -> None:
     pool = make_pool(*function("keeps", "env.function.memory_limit=400MiB"))
     rewards = [score.reward for score in pool.step(episodes("50", "50", "120", "350", "50"))]

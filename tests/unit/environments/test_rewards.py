@@ -57,6 +57,7 @@ def pool(make_pool: Callable[..., EnvironmentPool]) -> EnvironmentPool:
     return make_pool("env.reasoning_gym.num_workers=2")
 
 
+@pytest.mark.slow
 def test_a_scorer_that_fails_on_a_response_counts_as_wrong_and_is_reported(
     make_pool: Callable[..., EnvironmentPool],
 ) -> None:
@@ -89,6 +90,7 @@ def test_the_pool_keeps_the_order(pool: EnvironmentPool, size: int) -> None:
     assert pool.step(asked) == environment("spell_backward", SHORT).step(asked)
 
 
+@pytest.mark.slow
 def test_an_unfinished_response_is_worth_nothing(pool: EnvironmentPool) -> None:
     items = entries("spell_backward", SHORT, 3)
     first, second, third = episodes(items, [item["answer"] for item in items])

@@ -80,6 +80,7 @@ def test_what_may_not_is_told_at_once(limits: Limits) -> None:
     assert [(each.status, each.detail) for each in process_limits()] == [("error", "64"), ("error", "4.00 GiB")]
 
 
+@pytest.mark.slow
 def test_a_run_under_limits_ends_with_our_words_before_it_begins(tmp_path: Path) -> None:
     def limit() -> None:
         resource.setrlimit(FILES, (64, 64))

@@ -114,6 +114,7 @@ def test_tables_are_not_cut_where_modules_go_three_ways(tight: list[JobPlan]) ->
         assert all(f"{row['recompute_ms_per_microbatch']:.1f} ms" in text for row in rows)
 
 
+@pytest.mark.slow
 def test_whole_modules_are_said_to_take_longer_or_less_time(tight: list[JobPlan]) -> None:
     nothing = ChoiceAsConfig(tight[1].baseline, (), tight[1].job.recompute)
     for each, words in ((tight[1], "longer"), (replace(tight[1], written=nothing), "less time")):
