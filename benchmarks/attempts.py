@@ -101,13 +101,15 @@ def smaller_card(card_gib: float | None) -> Iterator[None]:
     holder.start()
     while not ready.wait(1):
         assert holder.is_alive(), "the rest of the device could not be taken"
-    yield
-    holder.terminate()
-    holder.join()
+    try:
+        yield
+    finally:
+        holder.terminate()
+        holder.join()
 
 
 def _hold(card_gib: float, ready: Any) -> None:
-    """Take the memory, then wait to be ended."""
+    """Take the memory until this process is ended, or its parent has."""
     import torch
 
     held = [torch.empty(1, device="cuda")]
@@ -116,7 +118,9 @@ def _hold(card_gib: float, ready: Any) -> None:
     assert excess > 0, f"the device has no more than {card_gib} GiB"
     held.append(torch.empty(excess, dtype=torch.uint8, device="cuda"))
     ready.set()
-    threading.Event().wait()
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
 
 
 def _device_memory() -> Callable[[], Any]:

@@ -390,7 +390,7 @@ def _phase_seconds(found: Mapping[str, float]) -> list[str]:
         if (exposed := found.get(f"timing/exposed_{phase}_s")) is not None:
             return f"{exposed:.2f} s waited for"
         seconds = found.get(f"timing/{phase}_s")
-        return "-" if seconds is None else f"{seconds:.2f} s"
+        return f"{seconds:.2f} s" if seconds else "-"
 
     return [cell(phase) for phase in PHASES]
 
@@ -437,10 +437,11 @@ def _attempts_beside_trl(results: Mapping[str, Result]) -> Iterator[str]:
             found = attempt["medians"]
             seconds = _phase_seconds(found)
             device, host = (gib(attempt["memory"][f"peak_{where}_bytes"], 1) for where in ("device", "host"))
+            rate = f"{found['tokens_per_s']:,.0f}" if found["tokens_per_s"] else "-"
             until = f"{attempt['until_first_step_s']:.0f} s" if "until_first_step_s" in attempt else "-"
             own = _overrides(attempt)
             yield (
-                f"| `{name}.json` | {attempt['name']} | {' | '.join(seconds)} | {found['tokens_per_s']:,.0f} "
+                f"| `{name}.json` | {attempt['name']} | {' | '.join(seconds)} | {rate} "
                 f"| {device} | {host} | {attempt['first_step_s']:.1f} s | {until} | {own} |"
             )
     yield ""

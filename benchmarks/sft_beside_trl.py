@@ -64,6 +64,7 @@ ATTEMPTS: dict[str, Ours | Theirs] = {
     "ours: experts offloaded": Ours((_ENGINE, f"{_MEGATRON}.offload_modules=[expert_fc1,moe_act]")),
     "TRL float32": Theirs("float32"),
     "TRL float32, liger": Theirs("float32", arguments=_LIGER),
+    "TRL float32, liger, no checkpointing": Theirs("float32", arguments={**_LIGER, **_WITHOUT_CHECKPOINTING}),
     "TRL float32, packing": Theirs("float32", arguments=_PACKING),
     "TRL float32, packing, liger": Theirs("float32", arguments={**_PACKING, **_LIGER}),
     "TRL float32, packing, liger, no checkpointing": Theirs(

@@ -19,6 +19,7 @@ from nemo_rl_offload.runs.run_directory import (
     CONFIG_FILE,
     ERROR_FILE,
     FOLDERS,
+    FORMER,
     FORMER_SUMMARY_FILE,
     MEMORY_FILE,
     METRICS_FILE,
@@ -87,7 +88,8 @@ def check_not_of_run(destination: Path, run_dirs: Sequence[Path]) -> None:
     target = destination.resolve()
     for folder in (each.resolve() for each in run_dirs):
         files = {folder / name for name in (*WRITTEN_WHOLE, *APPENDED_TO) if name != REPORT_FILE}
-        if target in files or any(target.is_relative_to(folder / name) for name in FOLDERS):
+        folders = [folder / name for name in FOLDERS] + list(folder.glob(f"{FORMER}-*"))
+        if target in files or any(target.is_relative_to(each) for each in folders):
             raise ConfigError(f"{destination}: belongs to the run, and would be lost. Give another name.")
 
 
@@ -98,10 +100,10 @@ def run_page(run_dir: Path, *, script: str = "") -> str:
 
 
 def _body(run_dir: Path, config: str) -> Iterator[str]:
-    curves = curves_of(read_metrics(run_dir / METRICS_FILE))
+    summary = read_json(run_dir / SUMMARY_FILE, Summary, NOT_SHOWN_THEN)
+    curves = curves_of(read_metrics(run_dir / METRICS_FILE, summary))
     if not curves:
         raise ConfigError(f"{run_dir}: the run has logged nothing yet.")
-    summary = read_json(run_dir / SUMMARY_FILE, Summary, NOT_SHOWN_THEN)
     yield from _overview(summary, curves, run_dir)
     yield from _changes(read_changes(run_dir / CHANGES_FILE))
     yield from _warnings(run_dir / WARNINGS_FILE)
@@ -173,9 +175,9 @@ def _sample(record: SampleRecord) -> str:
     return f"<h3>{escape(outcome(record))}</h3><pre class='prompt'>{prompt}</pre><pre class='said'>{response}</pre>"
 
 
-def read_metrics(path: Path) -> Metrics:
+def read_metrics(path: Path, summary: Summary | None = None) -> Metrics:
     """The metrics of a run, without those of steps that it gave up: a step that comes again takes the place of itself
-    and of all after it. What a kill cut off is left out.
+    and of all after it, and a finished run has none after the last of its `summary`. What a kill cut off is left out.
 
     Raises:
         ConfigError: the file cannot be read, or is damaged.
@@ -183,6 +185,8 @@ def read_metrics(path: Path) -> Metrics:
     latest: dict[tuple[str, str, int], float | None] = {}
     last_step = -1
     for record in read_records(path):
+        if summary is not None and record["step"] > summary["steps"]:
+            continue
         if record["prefix"] == "train":
             if record["step"] <= last_step:
                 latest = {key: value for key, value in latest.items() if key[2] < record["step"]}

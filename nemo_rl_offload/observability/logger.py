@@ -68,9 +68,9 @@ class _TensorBoard:
             self._file = open_to_append(self._path)
             self._records = RecordWriter(self._file)
         self._append(Event(wall_time=start_s, file_version="brain.Event:2"))
-        if step:  # what an attempt that was given up has written of later steps is not shown
-            start = SessionLog(status=SessionLog.START)
-            self._append(Event(wall_time=start_s, step=step + 1, session_log=start))
+        # By the second and later ones, what attempts that were given up have written of these steps is not shown.
+        start = SessionLog(status=SessionLog.START)
+        self._append(Event(wall_time=start_s, step=step + 1, session_log=start))
 
     def write(self, metrics: Mapping[str, float], step: int, prefix: str, wall_time_s: float) -> None:
         values = [self._summary.Value(tag=f"{prefix}/{name}", simple_value=value) for name, value in metrics.items()]

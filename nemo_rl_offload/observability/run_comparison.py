@@ -39,11 +39,11 @@ class Run:
         self.folder = folder
         _, self.algorithm = read_config_text(folder / CONFIG_FILE)
         self.config = leaves(read_yaml(folder / CONFIG_FILE))
-        self.metrics = read_metrics(folder / METRICS_FILE)
+        self.summary = read_json(folder / SUMMARY_FILE, Summary, NOT_SHOWN_THEN)
+        self.metrics = read_metrics(folder / METRICS_FILE, self.summary)
         self.curves = curves_of(self.metrics)
         if not self.curves:
             raise ConfigError(f"{folder}: the run has logged nothing yet.")
-        self.summary = read_json(folder / SUMMARY_FILE, Summary, NOT_SHOWN_THEN)
 
     def _values(self, name: str, prefix: str) -> list[float]:
         return [value for _, value in self.curves.get(name, {}).get(prefix, [])]

@@ -42,7 +42,7 @@ Phase = Literal[
 CHECKPOINTING: Phase = "writing or reading a checkpoint"
 
 
-EXPANDABLE = f"{MEGATRON}.env_vars={{PYTORCH_CUDA_ALLOC_CONF: 'expandable_segments:True'}}"
+EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF:expandable_segments:True"
 WORTH_SAYING = 1.05
 """What torch's allocator took, over what tensors took."""
 
@@ -64,7 +64,7 @@ class DeviceUse:
         said = f"torch held up to {held} of the {gib(self.total_bytes)} of this {self.name}."
         if not self.is_fragmented:
             return said
-        return f"{said[:-1]}, in pieces of {gib(self.reserved_bytes)}: {EXPANDABLE} leaves less between them."
+        return f"{said[:-1]}, in pieces of {gib(self.reserved_bytes)}."
 
     @property
     def is_fragmented(self) -> bool:
@@ -99,7 +99,7 @@ def out_of_memory(
     policy: PolicyConfig, model_path: Path, world_size: int, use: DeviceUse, rows_per_sample: int = 1
 ) -> ResourceError:
     """The error for a training step whose loss function takes so many rows for a sample."""
-    lines = [f"out of device memory in a training step: {use}"]
+    lines = [f"out of device memory in a training step: {use}", *_less_between(policy, use)]
     try:
         device = replace(recognise(use.name, use.total_bytes), memory_gib=use.total_bytes / GIB)
         shape = load_model_shape(policy["model_name"], model_path, policy["megatron_cfg"]["mtp_num_layers"])
@@ -118,7 +118,16 @@ def out_of_memory_while(phase: Phase, policy: PolicyConfig, use: DeviceUse) -> R
             ways.append("optimizer.use_distributed_optimizer there divides the optimizer's state")
     else:
         ways = list(_smaller(phase, policy)) or [f"{MEGATRON}.tensor_model_parallel_size divides it among more GPUs"]
-    return ResourceError(f"out of device memory while {phase}: {use} What needs less: {'; '.join(ways)}.")
+    said = " ".join([str(use), *_less_between(policy, use)])
+    return ResourceError(f"out of device memory while {phase}: {said} What needs less: {'; '.join(ways)}.")
+
+
+def _less_between(policy: PolicyConfig, use: DeviceUse) -> Iterator[str]:
+    """The key for less memory between tensors, beside what it holds already."""
+    if use.is_fragmented:
+        there = ",".join(f'{name}:"{value}"' for name, value in (policy["megatron_cfg"]["env_vars"] or {}).items())
+        both = ",".join(filter(None, [there, EXPANDABLE]))
+        yield f"Less may lie between tensors with '{MEGATRON}.env_vars={{{both}}}'."
 
 
 def _smaller(phase: Phase, policy: PolicyConfig) -> Iterator[str]:

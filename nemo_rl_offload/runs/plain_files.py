@@ -18,7 +18,7 @@ user's; and whoever exchanges folders while the run is at work is not kept out.
 import os
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -59,11 +59,17 @@ def open_to_append(path: Path) -> BinaryIO:
 
 def open_to_append_lines(path: Path) -> BinaryIO:
     """As `open_to_append`, for lines: a last one that a kill cut off becomes a line of its own."""
-    descriptor = open_plain_file(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, may_have_other_names=False)
-    size = os.fstat(descriptor).st_size
-    if size and os.pread(descriptor, 1, size - 1) != b"\n":
-        os.write(descriptor, b"\n")
-    return open(descriptor, "ab")
+    file = open(open_plain_file(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, may_have_other_names=False), "ab")  # noqa: SIM115
+    try:
+        size = os.fstat(file.fileno()).st_size
+        if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+            file.write(b"\n")
+            file.flush()
+    except OSError:
+        with suppress(OSError):
+            file.close()
+        raise
+    return file
 
 
 def aside_of(path: Path) -> Path:

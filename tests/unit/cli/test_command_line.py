@@ -248,6 +248,16 @@ def test_a_finished_run_is_not_repeated(training: Training, capsys: pytest.Captu
     assert len(training.configs) == 1
 
 
+def test_a_folders_name_is_no_markup(training: Training, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "a[/b] [red]c"
+    assert cli.main(["run", "grpo", "--run-dir", name]) == 0
+    (tmp_path / name / "summary.json").write_text(json.dumps({**SUMMARY, "run_dir": name}))
+    capsys.readouterr()
+    assert cli.main(["run", "grpo", "--run-dir", name]) == 0
+    assert f" {name} " in capsys.readouterr().out
+    assert len(training.configs) == 1
+
+
 def test_what_differs_from_a_finished_run_has_no_effect(
     training: Training, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -226,6 +226,15 @@ def test_a_run_that_went_on_from_a_checkpoint_shows_no_step_that_it_gave_up(tmp_
     assert "only 3" not in metrics
 
 
+def test_a_run_that_ended_before_shows_no_step_after(run_dir: Path) -> None:
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write("\n" + json.dumps({"step": 60, "prefix": "train", "metrics": {"loss": 0.0625}}) + "\n")
+    (run_dir / "summary.json").unlink(missing_ok=True)
+    assert "steps60" in report(run_dir).text
+    (run_dir / "summary.json").write_text(json.dumps(SUMMARY))
+    assert "steps2" in report(run_dir).text
+
+
 @pytest.mark.parametrize("end", ["", "\n"])
 @pytest.mark.parametrize("num_cut", [1, 2, 3, 20])
 def test_a_sample_cut_off_within_a_letter_is_left_out(num_cut: int, end: str, run_dir: Path) -> None:
@@ -316,6 +325,7 @@ def test_a_damaged_file_is_one_error_that_names_it(
     [
         *("config.yaml", "warnings.log", "former_summary.json", "inputs.json", ".lock", "mlflow.db"),
         *("checkpoints/step_2/manifest.json", "checkpoints/step_2/policy/.metadata", "tensorboard/events.out"),
+        "former-1/metrics.jsonl",
     ],
 )
 def test_the_page_does_not_take_a_file_of_the_run(name: str, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

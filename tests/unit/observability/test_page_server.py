@@ -31,13 +31,25 @@ def serving(run_dir: Path, port: int = 0) -> Iterator[PageServer]:
             thread.join()
 
 
-def test_a_new_checkpoint_makes_the_page_new(tmp_path: Path) -> None:
+def test_a_new_checkpoint_makes_the_page_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = make_run(tmp_path / "run")
     (run_dir / "checkpoints").mkdir()
-    with PageServer(0, str, [run_dir / "checkpoints"]) as server:
-        tag = server.tag()
+    tags: list[str] = []
+
+    def serve(server: PageServer) -> None:
+        tags.append(server.tag())
         (run_dir / "checkpoints" / "step_1").mkdir()
-        assert server.tag() != tag
+        tags.append(server.tag())
+
+    monkeypatch.setattr(PageServer, "serve_forever", serve)
+    assert command_line.main(["report", str(run_dir), "--serve"]) == 0
+    assert len({*tags}) == 2
+
+
+def test_a_page_with_what_is_no_text_is_served() -> None:
+    with PageServer(0, lambda _: "bad \udcff", []) as server:
+        threading.Thread(target=server.handle_request).start()
+        assert ask(server)[:2] == (200, "bad \\udcff")
 
 
 def ask(server: PageServer, path: str = "", **headers: str) -> tuple[int, str, str]:

@@ -194,18 +194,24 @@ def test_packs_are_made_smaller_by_their_tokens() -> None:
 
 @pytest.mark.parametrize(
     ("reserved", "told", "is_said"),
-    [(78 * GIB, "", False), (79 * GIB, "expandable_segments:True", False), (74 * GIB, "", True)],
+    [(68 * GIB, "", False), (74 * GIB, "expandable_segments:True", False), (74 * GIB, "", True)],
 )
+@pytest.mark.parametrize("there", [{}, {"A": "1", "NCCL_DEBUG": "WARN"}])
 def test_memory_between_tensors_is_told_with_the_key(
-    reserved: int, told: str, is_said: bool, monkeypatch: pytest.MonkeyPatch
+    there: dict[str, str], reserved: int, told: str, is_said: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", told)
-    peak = reserved - 8 * GIB if is_said else 77 * GIB
-    text = str(replace(H100, peak_bytes=peak, reserved_bytes=reserved))
-    assert ("in pieces of 74.0 GiB: " in text) == is_said
-    if is_said:
-        key = text.partition("GiB: ")[2].partition(" leaves less")[0]
-        assert policy(key)["megatron_cfg"]["env_vars"] == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    before = policy()
+    before["megatron_cfg"]["env_vars"] = there or None
+    use = replace(H100, peak_bytes=66 * GIB, reserved_bytes=reserved)
+    errors = [out_of_memory(before, Path("nowhere"), 1, use), out_of_memory_while("evaluating", before, use)]
+    for text in map(str, errors):
+        assert ("in pieces of 74.0 GiB. Less may lie between tensors with '" in text) == is_said
+        if is_said:
+            key = text.partition("tensors with '")[2].partition("'")[0]
+            then = {**there, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+            assert policy(key)["megatron_cfg"]["env_vars"] == then
+            assert " " not in key
 
 
 def test_an_unknown_device_or_model_gets_what_holds_for_all() -> None:

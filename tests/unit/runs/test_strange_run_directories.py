@@ -204,6 +204,12 @@ def test_a_run_directory_that_is_gone_is_noticed(how: str, tmp_path: Path) -> No
     assert how != "moved" or not run_dir.exists()
 
 
+def test_what_a_kill_cut_off_of_a_log_stays_a_line_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "samples.jsonl").write_text('{"step": 1')
+    assert OptionalLog(tmp_path / "samples.jsonl").append("new\n") == []
+    assert (tmp_path / "samples.jsonl").read_text() == '{"step": 1\nnew\n'
+
+
 def test_what_a_log_cannot_take_is_told_once(tmp_path: Path) -> None:
     log = OptionalLog(tmp_path / "warnings.log")
     assert log.append("a \ud800\n") == []

@@ -94,6 +94,13 @@ ALGORITHM_CASES = [
         "grpo.reward_shaping.overlong_buffer_length=8",
     ),
     (
+        "grpo.reward_shaping.enabled=true grpo.max_rollout_turns=3 policy.max_total_sequence_length=200 "
+        f"{FUNCTION} env.function.path=my:f data.train.path=README.md data.validation.path=README.md",
+        "grpo.reward_shaping.overlong_buffer_length",
+        "64 is above the 24 tokens of policy.generation.max_new_tokens in 3 turns.",
+        "grpo.reward_shaping.overlong_buffer_length=24",
+    ),
+    (
         "grpo.reward_shaping.enabled=true grpo.reward_shaping.max_response_length=24",
         "grpo.reward_shaping.overlong_buffer_length",
         "64 is above the 24 tokens of max_response_length.",
