@@ -35,7 +35,7 @@ from nemo_rl_offload.generation.vllm.worker import VllmWorker
 from nemo_rl_offload.generation.weight_sync import WeightBucket, cut_into_buckets, pack
 
 SIZES = {"tensor": ("tensor",), "pipeline": ("pipeline",), "expert": ("tensor", "expert")}
-TIMEOUT_S = 5
+TIMEOUT_S = 45
 GREEDY = Sampling(NEW_TOKENS, top_k=1)
 
 
