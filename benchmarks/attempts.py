@@ -112,15 +112,16 @@ def _hold(card_gib: float, ready: Any) -> None:
     """Take the memory until this process is ended, or its parent has."""
     import torch
 
-    held = [torch.empty(1, device="cuda")]
-    free = _device_memory()
-    excess = int(free().total - free().used - card_gib * 2**30)
+    context = torch.empty(1, device="cuda")  # which takes memory itself
+    memory = _device_memory()()
+    excess = int(memory.total - memory.used - card_gib * 2**30)
     assert excess > 0, f"the device has no more than {card_gib} GiB"
-    held.append(torch.empty(excess, dtype=torch.uint8, device="cuda"))
+    held = context.new_empty(excess, dtype=torch.uint8)
     ready.set()
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
+    del held
 
 
 def _device_memory() -> Callable[[], Any]:
