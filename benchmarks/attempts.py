@@ -193,8 +193,9 @@ def measure_attempt(
     if found:
         return {**about, **found}
     told = [line for line in last.splitlines() if line.strip()] or ["nothing was said"]
-    error = OUT_OF_MEMORY if any(words in last.lower() for words in OUT_OF_MEMORY_WORDS) else told[-1][:300]
-    return {**about, "error": error, "exit_code": process.returncode}
+    of_memory = [line for line in told if any(words in line.lower() for words in OUT_OF_MEMORY_WORDS)]
+    how = {"error": OUT_OF_MEMORY, "said": of_memory[-1][:600]} if of_memory else {"error": told[-1][:300]}
+    return {**about, **how, "exit_code": process.returncode}
 
 
 def measure_attempts(

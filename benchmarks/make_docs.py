@@ -6,6 +6,7 @@ Whatever stands there comes from the JSON files alone. `--no-pictures` leaves th
 """
 
 import argparse
+import itertools
 import re
 import sys
 from collections import Counter
@@ -425,23 +426,40 @@ def beside_trl(results: Mapping[str, Result]) -> Iterator[str]:
             yield f"`{name}.json`: {result['note']}\n"
 
 
+def _set_besides(result: Result) -> list[str]:
+    """Overrides of ours by the command."""
+    behind = itertools.dropwhile(lambda word: word != "--set", result["command"])
+    return list(itertools.takewhile(lambda word: not word.startswith("--"), list(behind)[1:]))
+
+
+def _set_for(attempt: Mapping[str, Any], result: Result) -> str:
+    """What an attempt had besides; of one that ended early, and of TRL's, by the command."""
+    if "overrides" in attempt:
+        return _overrides(attempt)
+    given = result["command"]
+    share = [f"vLLM's share {given[given.index('--share') + 1]}"] if "--share" in given else []
+    besides = _set_besides(result) if attempt["side"] == "ours" else []
+    return ", ".join([*share, *([_overrides({"overrides": besides})] if besides else [])]) or "-"
+
+
 def _attempts_beside_trl(results: Mapping[str, Result]) -> Iterator[str]:
     figures = "tokens/s | device | host | first step | from command to end of it | set besides"
     yield f"| result | attempt | {' | '.join(PHASES)} | {figures} |"
     yield "|" + "---|" * (len(PHASES) + 8)
     for name, result in results.items():
         for attempt in result["attempts"]:
+            device, host = (gib(attempt["memory"][f"peak_{where}_bytes"], 1) for where in ("device", "host"))
+            about, own = f"| `{name}.json` | {attempt['name']}", _set_for(attempt, result)
             if attempt["error"]:
-                yield f"| `{name}.json` | {attempt['name']} | {attempt['error']} |"
+                nothing = " | ".join("-" * (len(PHASES) + 1))
+                yield f"{about}: {attempt['error']} | {nothing} | {device} | {host} | - | - | {own} |"
                 continue
             found = attempt["medians"]
             seconds = _phase_seconds(found)
-            device, host = (gib(attempt["memory"][f"peak_{where}_bytes"], 1) for where in ("device", "host"))
             rate = f"{found['tokens_per_s']:,.0f}" if found["tokens_per_s"] else "-"
             until = f"{attempt['until_first_step_s']:.0f} s" if "until_first_step_s" in attempt else "-"
-            own = _overrides(attempt)
             yield (
-                f"| `{name}.json` | {attempt['name']} | {' | '.join(seconds)} | {rate} "
+                f"{about} | {' | '.join(seconds)} | {rate} "
                 f"| {device} | {host} | {attempt['first_step_s']:.1f} s | {until} | {own} |"
             )
     yield ""
@@ -452,9 +470,7 @@ def sft_beside_trl(results: Mapping[str, Result]) -> Iterator[str]:
     yield "## Steps of supervised fine-tuning at TRL's settings\n"
     yield "Medians; memory is the highest in use of all processes.\n"
     for name, result in results.items():
-        given = result["command"]
-        besides = given[given.index("--set") + 1 :] if "--set" in given else []
-        keys = "".join(f", `{text.removeprefix('policy.')}`" for text in besides)
+        keys = "".join(f", `{text.removeprefix('policy.')}`" for text in _set_besides(result))
         yield (
             f"Shape `{result['shape']}`{keys}, {result['sequences']} sequences of up to {result['tokens']:,} tokens, "
             f"packs of {result['pack_tokens']:,} tokens (`{name}.json`):\n"

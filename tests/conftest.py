@@ -4,6 +4,7 @@ import hashlib
 import math
 import os
 import signal
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -32,6 +33,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cases", type=float, default=1.0, metavar="SHARE", help="run this share of each `sampled` test")
     parser.addoption("--slow", type=float, default=1.0, metavar="SHARE", help="and of other slow tests")
     parser.addoption("--cases-seed", default="", metavar="TEXT", help="what the shares are drawn by")
+    parser.addoption("--within", type=float, metavar="MINUTES", help="skip what would begin later; files in any order")
+
+
+BEGIN_S = time.monotonic()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    minutes = item.config.getoption("--within")
+    if minutes is not None and time.monotonic() - BEGIN_S > 60 * minutes:
+        pytest.skip(f"the {minutes:g} minutes are over")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -71,12 +82,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
+    if config.getoption("--within") is not None:  # or the last files would be left out each time
+        items.sort(key=lambda item: _by_seed(seed, item.nodeid.partition("::")[0]))
 
 
 def _not_drawn(tables: dict[str, dict[str, pytest.Item]], share: float, seed: str) -> Iterator[pytest.Item]:
     for table in tables.values():
-        drawn = sorted(table, key=lambda name: hashlib.sha256(f"{seed} {name}".encode()).digest())
+        drawn = sorted(table, key=lambda name: _by_seed(seed, name))
         yield from (table[name] for name in drawn[math.ceil(share * len(drawn)) :])
+
+
+def _by_seed(seed: str, name: str) -> bytes:
+    return hashlib.sha256(f"{seed} {name}".encode()).digest()
 
 
 @pytest.hookimpl(wrapper=True)

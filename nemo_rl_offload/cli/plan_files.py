@@ -11,6 +11,7 @@ from nemo_rl_offload.config.recipe import read_recipe
 from nemo_rl_offload.config.sources import OVERRIDE, LoadedConfig
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.runs.output import check_writable
+from nemo_rl_offload.runs.run_directory import check_not_of_run
 
 
 @contextlib.contextmanager
@@ -32,6 +33,7 @@ def check_targets(options: argparse.Namespace) -> None:
     for name, path in targets.items():
         if path.resolve() in files_of(options.config):
             raise ConfigError(f"{path}: the configuration is read from it, and would be lost. Give another name.")
+        check_not_of_run(path)
         check_writable(path, f"{name} {path}")
     if len({path.resolve() for path in targets.values()}) < len(targets):
         raise ConfigError(f"--write {targets['--write']}: --html would write over it. Give two names.")

@@ -11,11 +11,11 @@ from rich.text import Text
 
 from nemo_rl_offload.cli.show import show
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.observability.html_report import RUN_FILES, check_not_of_run, run_page, write_report
+from nemo_rl_offload.observability.html_report import RUN_FILES, run_page, write_report
 from nemo_rl_offload.observability.page_server import PageServer
 from nemo_rl_offload.observability.run_comparison import Run, comparison_data, letters, page, tables
 from nemo_rl_offload.runs.output import write_text
-from nemo_rl_offload.runs.run_directory import CHECKPOINTS, SUMMARY_FILE
+from nemo_rl_offload.runs.run_directory import CHECKPOINTS, SUMMARY_FILE, check_not_of_run
 
 _PORTS = range(1 << 16)
 
@@ -46,7 +46,7 @@ def report(options: argparse.Namespace) -> None:
 
 def _compare(run_dirs: list[Path], destination: Path | None, form: str) -> None:
     if destination is not None:
-        check_not_of_run(destination, run_dirs)
+        check_not_of_run(destination)
     runs = [Run(folder) for folder in run_dirs]
     folders = [
         Text(f"{name}: {run.folder}", no_wrap=True, overflow="ignore")

@@ -9,6 +9,7 @@ from nemo_rl_offload.observability.doctor import measure_link
 from nemo_rl_offload.observability.topology import read_gpus
 from nemo_rl_offload.offload.host_memory import free_host_bytes
 from nemo_rl_offload.runs.output import check_writable, write_text
+from nemo_rl_offload.runs.run_directory import check_not_of_run
 from nemo_rl_offload.specs.devices import recognise
 from nemo_rl_offload.units import GIB
 
@@ -23,6 +24,7 @@ def write_device_file(path: Path) -> None:
     given = f"--write-device {path}"
     if path.suffix.lower() not in (".yaml", ".yml"):
         raise ConfigError(f"{given}: name a .yaml file, by which `plan --gpu` tells it from a device's name.")
+    check_not_of_run(path)
     check_writable(path, given)
     try:
         name, measured = _measure()

@@ -14,22 +14,18 @@ from nemo_rl_offload.runs.begin import checkpoints_of
 from nemo_rl_offload.runs.origin import ORIGIN_FILE, read_origin
 from nemo_rl_offload.runs.output import write_text, written_aside
 from nemo_rl_offload.runs.run_directory import (
-    APPENDED_TO,
     CHANGES_FILE,
     CONFIG_FILE,
     ERROR_FILE,
-    FOLDERS,
-    FORMER,
     FORMER_SUMMARY_FILE,
     MEMORY_FILE,
     METRICS_FILE,
-    REPORT_FILE,
     RESTARTS_FILE,
     SAMPLES_FILE,
     SCORERS_FILE,
     SUMMARY_FILE,
     WARNINGS_FILE,
-    WRITTEN_WHOLE,
+    check_not_of_run,
 )
 from nemo_rl_offload.runs.run_files import (
     ChangeRecord,
@@ -74,23 +70,13 @@ def write_report(run_dir: Path, destination: Path) -> None:
         ConfigError: the folder holds no run that has logged metrics, or a file there is damaged.
         ResourceError: the page cannot be written; one that was there still is.
     """
-    check_not_of_run(destination, [run_dir])
+    check_not_of_run(destination)
     page = run_page(run_dir)
     if destination.parent.resolve() != run_dir.resolve():
         write_text(destination, page)
         return
     with written_aside(destination, replaces_links=False) as file:  # which others may have put there
         file.write(page.encode(errors="backslashreplace"))
-
-
-def check_not_of_run(destination: Path, run_dirs: Sequence[Path]) -> None:
-    """Raise ConfigError where a page would take the place of what a run has written, but for its own page."""
-    target = destination.resolve()
-    for folder in (each.resolve() for each in run_dirs):
-        files = {folder / name for name in (*WRITTEN_WHOLE, *APPENDED_TO) if name != REPORT_FILE}
-        folders = [folder / name for name in FOLDERS] + list(folder.glob(f"{FORMER}-*"))
-        if target in files or any(target.is_relative_to(each) for each in folders):
-            raise ConfigError(f"{destination}: belongs to the run, and would be lost. Give another name.")
 
 
 def run_page(run_dir: Path, *, script: str = "") -> str:

@@ -24,6 +24,9 @@ from nemo_rl_offload.runs.output import without_nan, writing_in_run
 from nemo_rl_offload.runs.plain_files import Place, make_folder, open_to_append, open_to_append_lines
 from nemo_rl_offload.runs.run_directory import METRICS_FILE, TENSORBOARD
 
+GPUS = "gpus"
+"""TensorBoard's run of their samples."""
+
 
 class _Sink(Protocol):
     def write(self, metrics: Mapping[str, float], step: int, prefix: str, wall_time_s: float) -> None: ...
@@ -53,9 +56,10 @@ class _JsonLines:
             self._file.close()
 
 
-class _TensorBoard:
+class _EventFile:
     # TensorBoard's own EventFileWriter writes in a thread, where a full disk ends in a printed traceback.
-    def __init__(self, folder: Path, step: int) -> None:
+    def __init__(self, folder: Path, hidden_from: int | None = None) -> None:
+        """Of events in earlier files there, those from a step on are not shown."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -68,9 +72,9 @@ class _TensorBoard:
             self._file = open_to_append(self._path)
             self._records = RecordWriter(self._file)
         self._append(Event(wall_time=start_s, file_version="brain.Event:2"))
-        # By the second and later ones, what attempts that were given up have written of these steps is not shown.
-        start = SessionLog(status=SessionLog.START)
-        self._append(Event(wall_time=start_s, step=step + 1, session_log=start))
+        if hidden_from is not None:
+            start = SessionLog(status=SessionLog.START)
+            self._append(Event(wall_time=start_s, step=hidden_from, session_log=start))
 
     def write(self, metrics: Mapping[str, float], step: int, prefix: str, wall_time_s: float) -> None:
         values = [self._summary.Value(tag=f"{prefix}/{name}", simple_value=value) for name, value in metrics.items()]
@@ -84,6 +88,26 @@ class _TensorBoard:
     def close(self) -> None:
         with writing_in_run(self._path):
             self._file.close()
+
+
+class _TensorBoard:
+    """What attempts that were given up have written of steps after `step` is not shown. Samples of GPUs, whose steps
+    are seconds, are in a run of their own: they would be hidden too."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self._folder = folder
+        self._files = {False: _EventFile(folder, hidden_from=step + 1)}
+        """By whether they are of GPUs."""
+
+    def write(self, metrics: Mapping[str, float], step: int, prefix: str, wall_time_s: float) -> None:
+        of_gpus = prefix == PREFIX
+        if of_gpus not in self._files:
+            self._files[of_gpus] = _EventFile(self._folder / GPUS)
+        self._files[of_gpus].write(metrics, step, prefix, wall_time_s)
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
 
 
 class MetricLogger:

@@ -42,9 +42,11 @@ Phase = Literal[
 CHECKPOINTING: Phase = "writing or reading a checkpoint"
 
 
-EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF:expandable_segments:True"
-WORTH_SAYING = 1.05
-"""What torch's allocator took, over what tensors took."""
+EXPANDABLE = "expandable_segments:True"
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Of torch's allocator; the first that is set is read."""
+WORTH_SAYING = 0.05
+"""Of the device, unused between tensors."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,8 @@ class DeviceUse:
     name: str
     total_bytes: int
     peak_bytes: int
-    reserved_bytes: int = 0
-    """The most that torch's allocator took for them, with what lies unused between them."""
+    unused_bytes: int = 0
+    """What torch's allocator had beside tensors when there was no room: gaps, for it had freed the rest."""
 
     def __str__(self) -> str:
         if not self.total_bytes:
@@ -64,13 +66,18 @@ class DeviceUse:
         said = f"torch held up to {held} of the {gib(self.total_bytes)} of this {self.name}."
         if not self.is_fragmented:
             return said
-        return f"{said[:-1]}, in pieces of {gib(self.reserved_bytes)}."
+        return f"{said} {gib(self.unused_bytes)} lay unused between tensors."
 
     @property
     def is_fragmented(self) -> bool:
         """Whether much lies unused between tensors, and torch was not told to avoid that."""
-        told = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
-        return self.reserved_bytes > WORTH_SAYING * self.peak_bytes and "expandable_segments:True" not in told
+        return self.unused_bytes > WORTH_SAYING * self.total_bytes and EXPANDABLE not in _allocator_settings()[1]
+
+
+def _allocator_settings() -> tuple[str, str]:
+    """The variable that torch's allocator reads, and what is there."""
+    found = ((name, os.environ[name]) for name in ALLOCATOR_VARIABLES if os.environ.get(name))
+    return next(found, (ALLOCATOR_VARIABLES[-1], ""))
 
 
 def device_use() -> DeviceUse:
@@ -78,8 +85,9 @@ def device_use() -> DeviceUse:
     import torch
 
     try:
-        most = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        return DeviceUse(torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1], *most)
+        unused_bytes = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        total_bytes, peak_bytes = torch.cuda.mem_get_info()[1], torch.cuda.max_memory_allocated()
+        return DeviceUse(torch.cuda.get_device_name(), total_bytes, peak_bytes, unused_bytes)
     except RuntimeError:
         return DeviceUse("", 0, 0)
 
@@ -125,9 +133,12 @@ def out_of_memory_while(phase: Phase, policy: PolicyConfig, use: DeviceUse) -> R
 def _less_between(policy: PolicyConfig, use: DeviceUse) -> Iterator[str]:
     """The key for less memory between tensors, beside what it holds already."""
     if use.is_fragmented:
-        there = ",".join(f'{name}:"{value}"' for name, value in (policy["megatron_cfg"]["env_vars"] or {}).items())
-        both = ",".join(filter(None, [there, EXPANDABLE]))
-        yield f"Less may lie between tensors with '{MEGATRON}.env_vars={{{both}}}'."
+        name, there = _allocator_settings()
+        value = ",".join(filter(None, [there, EXPANDABLE]))
+        entry = f"{MEGATRON}.env_vars: {name}: {value}"
+        if not there and not policy["megatron_cfg"]["env_vars"]:
+            entry = f"'{MEGATRON}.env_vars={{{name}:{value}}}'"
+        yield f"Less may lie there with {entry} (beside vLLM on the same card from Hopper on)."
 
 
 def _smaller(phase: Phase, policy: PolicyConfig) -> Iterator[str]:

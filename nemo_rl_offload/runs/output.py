@@ -173,7 +173,10 @@ def without_nan(obj: object) -> object:
     if isinstance(obj, float):
         return obj if math.isfinite(obj) else None
     if isinstance(obj, Mapping):
-        return {key: without_nan(value) for key, value in obj.items()}
+        return {
+            key if isinstance(key, str | int | float | None) else str(key): without_nan(value)
+            for key, value in obj.items()
+        }
     if isinstance(obj, list | tuple):
         return [without_nan(value) for value in obj]
     return obj

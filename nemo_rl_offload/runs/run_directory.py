@@ -86,6 +86,8 @@ BEFORE_TRAINING = {
 }
 
 
+_OF_A_RUN = (CHECKPOINTS, SUMMARY_FILE, METRICS_FILE, EVALUATION_FILE)
+"""One of which is beside the configuration of a run that has begun."""
 FORMER = "former"
 """What the folders begin with that keep a run which another one took the place of."""
 
@@ -154,6 +156,18 @@ def check_no_run_in(folder: Path) -> None:
         raise ConfigError(
             f"{folder}: holds a run that trains, whose responses would be lost. Choose another folder with --run-dir."
         )
+
+
+def check_not_of_run(destination: Path) -> None:
+    """Raise ConfigError where a file would take the place of what a run has written, but for its page."""
+    target = destination.resolve()
+    for folder in target.parents:
+        if not (folder / CONFIG_FILE).exists() or not any((folder / name).exists() for name in _OF_A_RUN):
+            continue
+        files = {folder / name for name in (*WRITTEN_WHOLE, *APPENDED_TO) if name != REPORT_FILE}
+        folders = [folder / name for name in FOLDERS] + list(folder.glob(f"{FORMER}-*"))
+        if target in files or any(target.is_relative_to(each) for each in folders):
+            raise ConfigError(f"{destination}: belongs to the run in {folder}, and would be lost. Give another name.")
 
 
 def _numbered(default: Path) -> Iterator[Path]:

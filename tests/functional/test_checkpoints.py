@@ -205,7 +205,7 @@ def test_without_the_optimizer_a_run_goes_on_as_with_these_weights_and_a_new_one
     assert not same_tensors(weights_of(resumed), weights_of(continued)), "the optimizer's state matters"
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("waits_on_host", ["false", "true"])
 def test_a_worker_and_its_reference_begin_with_another_runs_weights(waits_on_host: str, tmp_path: Path) -> None:
     optimizer = "policy.megatron_cfg.optimizer"

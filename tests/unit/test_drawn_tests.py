@@ -63,3 +63,26 @@ def test_a_share_takes_some_of_each_and_another_commit_others(tmp_path: Path) ->
             assert (counts[0], counts[1] + counts[2]) == (5, 4), "of 100, and of 11"
         assert sum("test_long" in name for name in names) == 1, "of 8"
         assert sum("test_run" in name for name in names) == 1, "of both files' together"
+
+
+@pytest.mark.slow
+def test_what_would_begin_too_late_is_skipped_and_said(tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow\n    sampled\n")
+    (tmp_path / "conftest.py").write_text((PROJECT_ROOT / "tests/conftest.py").read_text())
+    for name in "abcdef":
+        (tmp_path / f"test_{name}.py").write_text("def test_it(): ...\n")
+    words = [sys.executable, "-m", "pytest", "-c", tmp_path / "pytest.ini", "-v", "-rs", tmp_path, "--within"]
+
+    def outcomes(minutes: str, seed: str) -> dict[str, str]:
+        """By file, as they came."""
+        command = [*words, minutes, "--cases-seed", seed]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout
+        assert ("the 0 minutes are over" in done.stdout) == (minutes == "0")
+        return dict(re.findall(r"^test_(\w)\.py::test_it (\w+)", done.stdout, re.MULTILINE))
+
+    assert set(outcomes("0", "one").values()) == {"SKIPPED"}
+    found = [outcomes("60", seed) for seed in ("one", "two", "one")]
+    assert [set(each.values()) for each in found] == 3 * [{"PASSED"}]
+    assert list(found[0]) == list(found[2]) != list(found[1])
+    assert sorted(found[0]) == list("abcdef")

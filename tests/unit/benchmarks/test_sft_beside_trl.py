@@ -49,7 +49,7 @@ def test_the_table_has_a_row_for_each_attempt() -> None:
     }
     failed = {"name": "TRL float32", "error": "out of memory"}
     sizes = {"sequences": 64, "tokens": 1024, "pack_tokens": 16_384, "shape": "1.5b"}
-    command = ["python", "sft_beside_trl.py", "--set", "policy.precision=float32"]
+    command = ["python", "sft_beside_trl.py", "--set", "policy.precision=float32", "--steps", "5"]
     result = {**sizes, "attempts": [good, failed], "command": command, "note": "Another program ran."}
     text = "\n".join(make_docs.sft_beside_trl({"sft_beside_trl_1.5b": result}))
     assert "| ours | 51,234 | 0.75 s | 3.0 GiB | 0.5 GiB | 12.0 s |" in text

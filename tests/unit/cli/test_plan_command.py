@@ -318,6 +318,19 @@ def test_a_shipped_file_is_planned_and_inherited_from_anywhere(
     assert load_config("planned.yaml")["policy"]["model_name"] == load_config(shipped)["policy"]["model_name"]
 
 
+@pytest.mark.parametrize(("option", "name"), [("--write", "config.yaml"), ("--html", "checkpoints/step_1/state")])
+def test_it_does_not_write_over_what_a_run_has_written(
+    option: str, name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "run" / name
+    path.parent.mkdir(parents=True)
+    for each in (path, tmp_path / "run/config.yaml", tmp_path / "run/metrics.jsonl"):
+        each.write_text("kept")
+    text = plan(capsys, SMALL, "--gpu", "h100", option, str(path), code=EXIT_USER_ERROR)
+    assert text == f"error: {path}: belongs to the run in {tmp_path / 'run'}, and would be lost. Give another name.\n"
+    assert path.read_text() == "kept"
+
+
 @pytest.mark.parametrize("option", ["--write", "--html"])
 @pytest.mark.parametrize("name", ["own.yaml", "base.yaml"])
 def test_it_does_not_write_over_what_it_reads(

@@ -90,7 +90,6 @@ def test_the_pool_keeps_the_order(pool: EnvironmentPool, size: int) -> None:
     assert pool.step(asked) == environment("spell_backward", SHORT).step(asked)
 
 
-@pytest.mark.slow
 def test_an_unfinished_response_is_worth_nothing(pool: EnvironmentPool) -> None:
     items = entries("spell_backward", SHORT, 3)
     first, second, third = episodes(items, [item["answer"] for item in items])

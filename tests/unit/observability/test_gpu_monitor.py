@@ -76,7 +76,7 @@ def test_they_are_metrics_of_the_last_step_and_of_a_second(gpus: list[str], tmp_
     assert {record["metrics"]["node.0.gpu.0.util"] for record in sampled} == {73}
     assert sampled[-1]["step"] == 199
     assert [record["step"] for record in records if record["prefix"] == "train"] == [*range(1, 200)]
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("ray/node.0.gpu.1.mem_gb")
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "gpus")).Reload().Scalars("ray/node.0.gpu.1.mem_gb")
     assert [event.step for event in events] == [record["metrics"]["ray_step"] for record in sampled]
     assert open_logger.notices() == []
 

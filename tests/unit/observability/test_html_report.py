@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -328,13 +329,17 @@ def test_a_damaged_file_is_one_error_that_names_it(
         "former-1/metrics.jsonl",
     ],
 )
-def test_the_page_does_not_take_a_file_of_the_run(name: str, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("is_its_own", [True, False])
+def test_the_page_does_not_take_a_file_of_a_run(
+    name: str, is_its_own: bool, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reported = run_dir if is_its_own else Path(shutil.copytree(run_dir, tmp_path / "another"))
     if not (run_dir / name).exists():
         (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
         (run_dir / name).write_text("kept")
     before = (run_dir / name).read_text()
-    assert main(["report", str(run_dir), "--out", str(run_dir / name)]) == 2
-    assert "belongs to the run, and would be lost. Give another name." in capsys.readouterr().err
+    assert main(["report", str(reported), "--out", str(run_dir / name)]) == 2
+    assert f"belongs to the run in {run_dir}, and would be lost. Give another name." in capsys.readouterr().err
     assert (run_dir / name).read_text() == before
 
 

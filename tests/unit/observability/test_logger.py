@@ -14,6 +14,7 @@ from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.errors import ResourceError
 from nemo_rl_offload.observability import logger as logger_module
 from nemo_rl_offload.observability import trackers
+from nemo_rl_offload.observability.gpu_monitor import SECONDS
 from nemo_rl_offload.observability.html_report import read_metrics
 from nemo_rl_offload.observability.logger import MetricLogger
 from nemo_rl_offload.runs.output import write_json_atomic
@@ -72,7 +73,12 @@ def test_tensorboard_does_not_show_what_a_resumed_run_gave_up(first: int, tmp_pa
         with metric_logger(tmp_path, first_step, tensorboard=True) as logger:
             for step in range(first_step + 1, last_step + 1):
                 logger.log({"loss": 4.0 if last_step == 4 else 3.0}, step=step, prefix="train")
-    found = plugin_event_accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tensors("train/loss")
+            for seconds in (36, 72):
+                logger._log_gpus({SECONDS: seconds, "util": 50.0})
+    read = plugin_event_accumulator.EventAccumulator
+    samples = read(str(tmp_path / "tensorboard" / "gpus")).Reload().Tensors("ray/util")
+    assert [event.step for event in samples] == [36, 72, 36, 72], "whose steps are others"
+    found = read(str(tmp_path / "tensorboard")).Reload().Tensors("train/loss")
     values = [(event.step, float(event.tensor_proto.float_val[0])) for event in found]
     assert values == [(step, 4.0) for step in range(1, first + 1)] + [(first + 1, 3.0)]
 

@@ -192,26 +192,54 @@ def test_packs_are_made_smaller_by_their_tokens() -> None:
     assert "train_micro_batch_size" not in error
 
 
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+ON = "expandable_segments:True"
+
+
 @pytest.mark.parametrize(
-    ("reserved", "told", "is_said"),
-    [(68 * GIB, "", False), (74 * GIB, "expandable_segments:True", False), (74 * GIB, "", True)],
+    ("unused", "variables", "others", "said"),
+    [
+        (2 * GIB, {}, {}, ""),
+        (8 * GIB, {VARIABLES[1]: ON}, {}, ""),
+        (8 * GIB, {VARIABLES[0]: f"max_split_size_mb:9,{ON}"}, {}, ""),
+        (8 * GIB, {}, {}, f"'policy.megatron_cfg.env_vars={{{VARIABLES[1]}:{ON}}}'"),
+        (8 * GIB, {}, {"A": 'a"b$c'}, f"policy.megatron_cfg.env_vars: {VARIABLES[1]}: {ON}"),
+        (
+            *(8 * GIB, {VARIABLES[1]: "max_split_size_mb:9"}, {}),
+            f"policy.megatron_cfg.env_vars: {VARIABLES[1]}: max_split_size_mb:9,{ON}",
+        ),
+        (
+            *(8 * GIB, {VARIABLES[0]: "max_split_size_mb:9", VARIABLES[1]: ON}, {}),
+            f"policy.megatron_cfg.env_vars: {VARIABLES[0]}: max_split_size_mb:9,{ON}",
+        ),
+    ],
 )
-@pytest.mark.parametrize("there", [{}, {"A": "1", "NCCL_DEBUG": "WARN"}])
-def test_memory_between_tensors_is_told_with_the_key(
-    there: dict[str, str], reserved: int, told: str, is_said: bool, monkeypatch: pytest.MonkeyPatch
+def test_memory_between_tensors_is_told_with_the_variable(
+    unused: int, variables: dict[str, str], others: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", told)
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     before = policy()
-    before["megatron_cfg"]["env_vars"] = there or None
-    use = replace(H100, peak_bytes=66 * GIB, reserved_bytes=reserved)
+    before["megatron_cfg"]["env_vars"] = others or None
+    use = replace(H100, unused_bytes=unused)
     errors = [out_of_memory(before, Path("nowhere"), 1, use), out_of_memory_while("evaluating", before, use)]
     for text in map(str, errors):
-        assert ("in pieces of 74.0 GiB. Less may lie between tensors with '" in text) == is_said
-        if is_said:
-            key = text.partition("tensors with '")[2].partition("'")[0]
-            then = {**there, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-            assert policy(key)["megatron_cfg"]["env_vars"] == then
-            assert " " not in key
+        told = f"8.0 GiB lay unused between tensors. Less may lie there with {said} (beside vLLM on the same card from"
+        assert told in text if said else "unused" not in text
+    if said.startswith("'"):
+        assert policy(said.strip("'"))["megatron_cfg"]["env_vars"] == {VARIABLES[1]: ON}
+
+
+def test_what_lies_unused_is_asked_for_when_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the most that the allocator ever had, most of which it frees before it gives up."""
+    values = {"memory_allocated": 60, "memory_reserved": 68, "max_memory_allocated": 66, "max_memory_reserved": 79}
+    for name, value in values.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value * GIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 79 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: H100.name)
+    assert module.device_use() == DeviceUse(H100.name, 79 * GIB, 66 * GIB, 8 * GIB)
 
 
 def test_an_unknown_device_or_model_gets_what_holds_for_all() -> None:

@@ -1,14 +1,17 @@
 """Files that commands write: whole or not at all, and said beforehand where they cannot be."""
 
 import errno
+import json
+import math
 import os
 import re
+from datetime import date
 from pathlib import Path
 
 import pytest
 
 from nemo_rl_offload.errors import ConfigError, ResourceError
-from nemo_rl_offload.runs.output import check_writable, write_text
+from nemo_rl_offload.runs.output import check_writable, without_nan, write_text
 
 
 def test_what_stood_there_outlives_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,3 +59,9 @@ def test_a_file_that_can_be_written_is_left_alone(tmp_path: Path) -> None:
     check_writable(tmp_path / "file", "--html file")
     check_writable(tmp_path / "other", "--html other")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "old")]
+
+
+def test_what_json_has_no_word_for_is_written_all_the_same() -> None:
+    data = {"a": [{date(2000, 1, 1): math.inf, 1: 2.0, None: (math.nan, "b")}]}
+    written = json.dumps(without_nan(data), allow_nan=False)
+    assert json.loads(written) == {"a": [{"2000-01-01": None, "1": 2.0, "null": [None, "b"]}]}

@@ -169,7 +169,7 @@ def test_data_in_the_place_of_a_configuration(suffix: str, tmp_path: Path) -> No
         read_yaml(path)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -66,8 +66,8 @@ def test_topk_leaves_the_padding_of_the_vocabulary_out() -> None:
     assert topk_logits(logits, 50, num_tokens=11)[0].shape == (2, 3, 11)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("chunk_size", [1, 4, 100])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("chunk_size", [4, 1, 100])
 def test_chunks_of_the_sequence_change_nothing(chunk_size: int, build: Callable[[], MegatronModel]) -> None:
     """Log-probabilities, entropy and top-k, and a step on them."""
     batch = make_batch() | {name: torch.randn(NUM_SAMPLES, WIDTH) for name in ("prev_logprobs", "advantages")}
