@@ -76,6 +76,31 @@ def settled(temporary: Path, limits: Mapping[str, int]) -> dict[str, int]:
     return found
 
 
+def left_in_shared_memory(before: set[str]) -> set[str]:
+    """What came and stays, though no other process of the machine has it."""
+    end_s = time.monotonic() + PATIENCE_S
+    while True:
+        of_others = _inodes_of_others()
+        left = {
+            entry.name
+            for entry in os.scandir(SHARED_MEMORY)
+            if entry.name not in before and entry.inode() not in of_others
+        }
+        if not left or time.monotonic() > end_s:
+            return left
+        time.sleep(0.2)
+
+
+def _inodes_of_others() -> set[int]:
+    """Of what other processes have mapped there; a semaphore was mapped by another name."""
+    found = set[int]()
+    for pid in psutil.pids():
+        with contextlib.suppress(OSError):
+            lines = [] if pid == os.getpid() else Path(f"/proc/{pid}/maps").read_text().splitlines()
+            found |= {int(line.split()[4]) for line in lines if f"{SHARED_MEMORY}/" in line}
+    return found
+
+
 def run_in_a_row(results: Path, temporary: Path, num_runs: int) -> list[str]:
     """Returns what went wrong."""
     shared_before = set(os.listdir(SHARED_MEMORY))
@@ -103,8 +128,7 @@ def run_in_a_row(results: Path, temporary: Path, num_runs: int) -> list[str]:
     grown_bytes = memory_bytes[-1] - memory_bytes[min(NUM_FIRST, num_runs) - 1]
     if grown_bytes > MEMORY_BYTES + MEMORY_PER_RUN_BYTES * (num_runs - NUM_FIRST):
         wrong.append(f"memory grew by {grown_bytes >> 20} MiB in {num_runs - NUM_FIRST} runs")
-    left = set(os.listdir(SHARED_MEMORY)) - shared_before
-    if len(left) >= num_runs:  # some may be of other processes of the machine
+    if left := left_in_shared_memory(shared_before):
         wrong.append(f"{SHARED_MEMORY} has {sorted(left)} more")
     if len(os.listdir(results)) != num_runs:
         wrong.append(f"beside the runs there is {sorted(os.listdir(results))}")
