@@ -85,9 +85,9 @@ def device_use() -> DeviceUse:
     import torch
 
     try:
+        name, total_bytes = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1]
         unused_bytes = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        total_bytes, peak_bytes = torch.cuda.mem_get_info()[1], torch.cuda.max_memory_allocated()
-        return DeviceUse(torch.cuda.get_device_name(), total_bytes, peak_bytes, unused_bytes)
+        return DeviceUse(name, total_bytes, torch.cuda.max_memory_allocated(), unused_bytes)
     except RuntimeError:
         return DeviceUse("", 0, 0)
 
