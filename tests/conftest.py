@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave `sampled(N)` tests N plain cases, spread over their table; the others are slow. Draw the share of the slow.
 
     Cases are drawn by what stands in their brackets, so that tests of one table share cases, and what these set up.
-    Other slow tests are drawn by file, the `sampled` ones of all files together. At least one of each is run.
+    Other slow tests are drawn by file, the `sampled` ones of all files together. At least one of each is drawn.
     """
     tables: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:

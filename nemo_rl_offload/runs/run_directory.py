@@ -10,6 +10,7 @@ A run directory may come from elsewhere, so its names are looked at before anyth
 
 import fcntl
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -86,8 +87,8 @@ BEFORE_TRAINING = {
 }
 
 
-_OF_A_RUN = (CHECKPOINTS, SUMMARY_FILE, METRICS_FILE, EVALUATION_FILE)
-"""One of which is beside the configuration of a run that has begun."""
+_OF_A_RUN = (LOCK_FILE, SUMMARY_FILE, METRICS_FILE, EVALUATION_FILE)
+"""One of which is beside the configuration of a run."""
 FORMER = "former"
 """What the folders begin with that keep a run which another one took the place of."""
 
@@ -162,7 +163,8 @@ def check_not_of_run(destination: Path) -> None:
     """Raise ConfigError where a file would take the place of what a run has written, but for its page."""
     target = destination.resolve()
     for folder in target.parents:
-        if not (folder / CONFIG_FILE).exists() or not any((folder / name).exists() for name in _OF_A_RUN):
+        # Which `Path.exists` raises errors of, for whoever writes there to tell.
+        if not os.path.exists(folder / CONFIG_FILE) or not any(os.path.exists(folder / name) for name in _OF_A_RUN):
             continue
         files = {folder / name for name in (*WRITTEN_WHOLE, *APPENDED_TO) if name != REPORT_FILE}
         folders = [folder / name for name in FOLDERS] + list(folder.glob(f"{FORMER}-*"))

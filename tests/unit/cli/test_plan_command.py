@@ -13,6 +13,7 @@ from patience import PATIENCE_S
 from nemo_rl_offload.cli.command_line import EXIT_USER_ERROR, main
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.config.validation import check_config
+from nemo_rl_offload.runs.run_directory import check_not_of_run
 
 EXAMPLES = PROJECT_ROOT / "examples" / "configs"
 SMALL = str(EXAMPLES / "grpo_math_1B_megatron.yaml")
@@ -324,11 +325,14 @@ def test_it_does_not_write_over_what_a_run_has_written(
 ) -> None:
     path = tmp_path / "run" / name
     path.parent.mkdir(parents=True)
-    for each in (path, tmp_path / "run/config.yaml", tmp_path / "run/metrics.jsonl"):
+    for each in (path, tmp_path / "run/config.yaml", tmp_path / "run/.lock"):
         each.write_text("kept")
     text = plan(capsys, SMALL, "--gpu", "h100", option, str(path), code=EXIT_USER_ERROR)
     assert text == f"error: {path}: belongs to the run in {tmp_path / 'run'}, and would be lost. Give another name.\n"
     assert path.read_text() == "kept"
+    (tmp_path / "run/.lock").unlink()
+    check_not_of_run(path)  # of a folder that only looks like a run's
+    check_not_of_run(tmp_path / ("a" * 300) / "plan.yaml")
 
 
 @pytest.mark.parametrize("option", ["--write", "--html"])
