@@ -53,6 +53,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "1.5b": {},
     "7b": {"vocab_size": 152_064, "hidden_size": 3584, "intermediate_size": 18_944, "tie_word_embeddings": False}
     | {"num_attention_heads": 28, "num_key_value_heads": 4},
+    "14b": {"vocab_size": 152_064, "hidden_size": 5120, "intermediate_size": 13_824, "tie_word_embeddings": False}
+    | {"num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8},
     "experts": {"model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 16}
     | {"num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768}
     | {"num_experts": 32, "num_experts_per_tok": 4, "norm_topk_prob": True},
@@ -91,6 +93,7 @@ ATTEMPTS: dict[str, Ours | Theirs] = {
     "TRL bfloat16, liger, two updates": Theirs("bfloat16", arguments={"use_liger_kernel": True, "num_iterations": 2}),
     "TRL bfloat16, no checkpointing": Theirs("bfloat16", arguments={"gradient_checkpointing": False}),
     "TRL LoRA": Theirs("bfloat16", uses_lora=True),
+    "TRL LoRA, liger": Theirs("bfloat16", uses_lora=True, arguments={"use_liger_kernel": True}),
     "TRL LoRA, no checkpointing": Theirs("bfloat16", uses_lora=True, arguments={"gradient_checkpointing": False}),
 }
 

@@ -8,7 +8,7 @@ from nemo_rl_offload.policy.interface import PolicyInterface
 from nemo_rl_offload.runs.run_files import RunTotals
 
 _HIGHEST = {
-    *("peak_host_bytes", "host_capacity_bytes", "peak_device_bytes"),
+    *("peak_host_bytes", "host_capacity_bytes", "peak_device_bytes", "peak_reserved_bytes"),
     "peak_device_bytes_by_phase",
     *("peak_bytes", "device_bytes", "host_bytes"),  # of a paged stash; the last of a worker too
 }

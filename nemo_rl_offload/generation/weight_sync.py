@@ -38,6 +38,7 @@ from nemo_rl_offload.cluster.worker_group import Stored
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.megatron.build.vocabulary import exported_weights
 from nemo_rl_offload.megatron.runtime.quiet import quiet
+from nemo_rl_offload.specs.allocator import EXPANDABLE, FIXED, allocator_settings
 from nemo_rl_offload.specs.lora import is_adapter
 
 if TYPE_CHECKING:
@@ -162,8 +163,18 @@ def pack_on_device(cut: Cut, buffer: Tensor) -> tuple[Part, ...]:
 
 
 def device_buffer() -> Tensor:
-    """For a bucket, uint8 [bytes]: on the GPU where there is one."""
-    return torch.empty(DEVICE_BUCKET_BYTES, dtype=torch.uint8, device="cuda" if torch.cuda.is_available() else "cpu")
+    """For a bucket, uint8 [bytes]: on the GPU where there is one, in memory that other processes can open."""
+    if not torch.cuda.is_available():
+        return torch.empty(DEVICE_BUCKET_BYTES, dtype=torch.uint8)
+    _, there = allocator_settings()
+    set_allocator: Any = torch.cuda.memory._set_allocator_settings
+    if EXPANDABLE in there:
+        set_allocator(there.replace(EXPANDABLE, FIXED))
+    try:
+        return torch.empty(DEVICE_BUCKET_BYTES, dtype=torch.uint8, device="cuda")
+    finally:
+        if EXPANDABLE in there:
+            set_allocator(there)
 
 
 class Assembler:

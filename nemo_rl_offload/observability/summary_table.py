@@ -34,9 +34,10 @@ def summary_table(summary: Summary, width: int = WIDTH) -> Table:
     _add_group(table, _offload_rows(summary["offload"]))
     if summary["paged_stash"] is not None:
         _add_group(table, _stash_rows(summary["paged_stash"]))
-    _add_group(
-        table, {"peak device memory": human_bytes(summary["memory"]["peak_device_bytes"]), **phase_rows(summary)}
-    )
+    memory = summary["memory"]
+    kept = human_bytes(memory.get("peak_reserved_bytes"))
+    peaks = {"peak device memory": human_bytes(memory["peak_device_bytes"]), "  kept for it by torch": kept}
+    _add_group(table, {**peaks, **phase_rows(summary)})
     _add_group(table, host_rows(summary["memory"]))
     table.add_section()
     table.add_row("run directory", str(summary["run_dir"]))

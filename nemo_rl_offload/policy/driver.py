@@ -296,9 +296,9 @@ class Policy:
 
     def memory(self) -> MemoryTotals:
         """Highest device memory of any rank, and host memory of all, by what waits there."""
-        peaks = [each for peaks in self._workers.run_all(PolicyWorker.peak_device_bytes) for each in peaks.items()]
+        peaks = self._workers.run_all(PolicyWorker.device_peaks)
         by_phase: dict[str, int] = {}
-        for phase, peak in peaks:
+        for phase, peak in (each for of_rank in peaks for each in of_rank.by_phase.items()):
             by_phase[phase] = max(peak, by_phase.get(phase, 0))
         of_the_fullest = max(self._workers.run_all(PolicyWorker.device_bytes), key=lambda sizes: sum(sizes.values()))
         host_bytes: Counter[str] = Counter()
@@ -306,6 +306,7 @@ class Policy:
             host_bytes.update(sizes)
         return {
             "peak_device_bytes": max(by_phase.values(), default=None),
+            "peak_reserved_bytes": max((each.reserved for each in peaks if each.reserved is not None), default=None),
             "peak_device_bytes_by_phase": by_phase,
             "device_bytes": of_the_fullest,
             "host_bytes": dict(host_bytes),

@@ -21,6 +21,7 @@ from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.generation.weight_sync import SOURCE_RANK, DeviceBucket, Part, WeightBucket
 from nemo_rl_offload.observability.start_clock import slowest
 from nemo_rl_offload.policy.worker import PolicyWorker
+from nemo_rl_offload.specs.allocator import EXPANDABLE, allocator_settings
 
 PROCESS_BYTES = 1 << 30
 """Of a device, that a process takes besides what it asks for."""
@@ -37,7 +38,11 @@ def worker_env(config: PolicyConfig) -> dict[str, str]:
         # Streams of copies, of experts and of shared experts are more than the default's 8 hardware queues: kernels
         # wait behind copies that they have nothing to do with. With shared layers, Megatron-Core wants its own number.
         env["CUDA_DEVICE_MAX_CONNECTIONS"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    return env | (cfg["env_vars"] or {})
+    given = cfg["env_vars"] or {}
+    name, there = allocator_settings(os.environ | given)
+    if not there:
+        env[name] = EXPANDABLE
+    return env | given
 
 
 def without_offloading(config: PolicyConfig) -> PolicyConfig:

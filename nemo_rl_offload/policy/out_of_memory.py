@@ -1,7 +1,6 @@
 """What to say when there is no device memory left: the peak and what to change. For a training step, which the planner
 knows, the largest module or the logits, and the planner's way out as well."""
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from nemo_rl_offload.planner.plan import JobPlan, make_plan
 from nemo_rl_offload.planner.search.choice import fullest_stage, surely_fits
 from nemo_rl_offload.planner.search.suggestions import FUSED, smaller_microbatches
 from nemo_rl_offload.planner.simulate.simulated_step import highest_peak, module_rows, run_configured
+from nemo_rl_offload.specs.allocator import EXPANDABLE, allocator_settings
 from nemo_rl_offload.specs.catalogue import load_model_shape
 from nemo_rl_offload.specs.devices import recognise
 from nemo_rl_offload.specs.out_of_memory import is_out_of_memory
@@ -42,9 +42,6 @@ Phase = Literal[
 CHECKPOINTING: Phase = "writing or reading a checkpoint"
 
 
-EXPANDABLE = "expandable_segments:True"
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Of torch's allocator; the first that is set is read."""
 WORTH_SAYING = 0.05
 """Of the device, unused between tensors."""
 
@@ -71,13 +68,7 @@ class DeviceUse:
     @property
     def is_fragmented(self) -> bool:
         """Whether much lies unused between tensors, and torch was not told to avoid that."""
-        return self.unused_bytes > WORTH_SAYING * self.total_bytes and EXPANDABLE not in _allocator_settings()[1]
-
-
-def _allocator_settings() -> tuple[str, str]:
-    """The variable that torch's allocator reads, and what is there."""
-    found = ((name, os.environ[name]) for name in ALLOCATOR_VARIABLES if os.environ.get(name))
-    return next(found, (ALLOCATOR_VARIABLES[-1], ""))
+        return self.unused_bytes > WORTH_SAYING * self.total_bytes and EXPANDABLE not in allocator_settings()[1]
 
 
 def device_use() -> DeviceUse:
@@ -133,7 +124,7 @@ def out_of_memory_while(phase: Phase, policy: PolicyConfig, use: DeviceUse) -> R
 def _less_between(policy: PolicyConfig, use: DeviceUse) -> Iterator[str]:
     """The key for less memory between tensors, beside what it holds already."""
     if use.is_fragmented:
-        name, there = _allocator_settings()
+        name, there = allocator_settings()
         value = ",".join(filter(None, [there, EXPANDABLE]))
         entry = f"{MEGATRON}.env_vars: {name}: {value}"
         if not there and not policy["megatron_cfg"]["env_vars"]:

@@ -35,7 +35,7 @@ from nemo_rl_offload.observability.start_clock import StartClock
 from nemo_rl_offload.offload.host_memory import give_back_free_memory
 from nemo_rl_offload.policy.garbage import freeze_gc
 from nemo_rl_offload.policy.out_of_memory import CHECKPOINTING, device_use, explained, out_of_memory
-from nemo_rl_offload.policy.residency.phases import PhasePeaks, cuda_counter
+from nemo_rl_offload.policy.residency.phases import DevicePeaks, PhasePeaks, cuda_counter
 from nemo_rl_offload.specs.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -454,8 +454,8 @@ class PolicyWorker:
         """Counts of steps that ran again, and the stash's sizes, on this rank; None where experts have no limits."""
         return None if self._model.guard is None else self._model.guard.stats()
 
-    def peak_device_bytes(self) -> dict[str, int]:
-        """Highest device memory that torch has allocated, by phase; none on a CPU."""
+    def device_peaks(self) -> DevicePeaks:
+        """Highest device memory that torch has allocated, by phase, and reserved; none on a CPU."""
         return self._phases.peaks
 
     def device_bytes(self) -> dict[str, int]:

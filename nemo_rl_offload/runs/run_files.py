@@ -159,7 +159,9 @@ class MemoryTotals(TypedDict):
     """Of the device of the rank with most, and of all ranks' host memory."""
 
     peak_device_bytes: Count | None
-    """Null where there is no device."""
+    """Of tensors; null where there is no device."""
+    peak_reserved_bytes: NotRequired[Count | None]
+    """What torch's allocator took for them."""
     peak_device_bytes_by_phase: NotRequired[dict[str, Count]]
     device_bytes: NotRequired[dict[str, Count]]
     """Throughout a training step, by what stands there."""

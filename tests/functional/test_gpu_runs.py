@@ -84,7 +84,7 @@ def test_offloading_changes_no_loss(layout: str, tmp_path: Path) -> None:
     need_gpus(layout)
     summary, losses, plain_losses = run_both(layout, tmp_path)
     check_offloaded(summary)
-    assert summary["memory"]["peak_device_bytes"] > 0
+    assert 0 < summary["memory"]["peak_device_bytes"] <= summary["memory"]["peak_reserved_bytes"]
     assert losses == pytest.approx(plain_losses, rel=ALIKE)
     assert len(losses) == 4
 

@@ -6,11 +6,13 @@ from typing import NamedTuple
 
 
 class Counter(NamedTuple):
-    """A device's allocator: bytes now, the most since the last reset, and that reset."""
+    """A device's allocator: bytes now, the most since the last reset, that reset, and the most that it took from the
+    device since then."""
 
     allocated: Callable[[], int]
     peak: Callable[[], int]
     reset: Callable[[], None]
+    reserved: Callable[[], int]
 
 
 def cuda_counter() -> Counter | None:
@@ -19,7 +21,21 @@ def cuda_counter() -> Counter | None:
 
     if not torch.cuda.is_available():
         return None
-    return Counter(torch.cuda.memory_allocated, torch.cuda.max_memory_allocated, torch.cuda.reset_peak_memory_stats)
+    return Counter(
+        torch.cuda.memory_allocated,
+        torch.cuda.max_memory_allocated,
+        torch.cuda.reset_peak_memory_stats,
+        torch.cuda.max_memory_reserved,
+    )
+
+
+class DevicePeaks(NamedTuple):
+    """The highest of a device, in bytes."""
+
+    by_phase: dict[str, int]
+    """Of tensors; empty without a device."""
+    reserved: int | None
+    """What the allocator took from the device, with what lies unused between tensors."""
 
 
 class PhasePeaks:
@@ -34,12 +50,13 @@ class PhasePeaks:
         self._phase = "loading"
         self._peaks: dict[str, int] = {}
         self._grown: dict[str, int] = {}
+        self._reserved: int | None = None
 
     @property
-    def peaks(self) -> dict[str, int]:
-        """By phase, in bytes."""
+    def peaks(self) -> DevicePeaks:
+        """Until now."""
         self._note()
-        return dict(self._peaks)
+        return DevicePeaks(dict(self._peaks), self._reserved)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -66,6 +83,7 @@ class PhasePeaks:
     def _note(self) -> None:
         if self._counter is not None:
             self._peaks[self._phase] = max(self._counter.peak(), self._peaks.get(self._phase, 0))
+            self._reserved = max(self._counter.reserved(), self._reserved or 0)
 
     def _enter(self, name: str) -> None:
         self._note()

@@ -1,5 +1,6 @@
 """Weights as one stream of bytes cut into buckets: any types and shapes come back bit for bit."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,9 +20,11 @@ from nemo_rl_offload.generation.weight_sync import (
     WeightExport,
     WeightLoader,
     cut_into_buckets,
+    device_buffer,
     pack,
     pack_on_device,
 )
+from nemo_rl_offload.specs.allocator import EXPANDABLE, FIXED, VARIABLES
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
 DTYPES += [torch.float8_e4m3fn]
@@ -99,6 +102,40 @@ def test_buckets_on_the_device_end_with_their_buffer(monkeypatch: pytest.MonkeyP
     assert found.keys() == WEIGHTS.keys()
     assert all(torch.equal(found[name], WEIGHTS[name]) for name in found)
     assert export._buffer is None, "training has its memory again"
+
+
+@pytest.mark.parametrize(
+    ("there", "told"),
+    [
+        ("", ["empty"]),
+        (FIXED, ["empty"]),
+        (EXPANDABLE, [FIXED, "empty", EXPANDABLE]),
+        (
+            f"max_split_size_mb:9,{EXPANDABLE}",
+            [f"max_split_size_mb:9,{FIXED}", "empty", f"max_split_size_mb:9,{EXPANDABLE}"],
+        ),
+    ],
+)
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_handed_over_lies_in_segments_that_do_not_expand(
+    there: str, told: list[str], fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    def empty(*_: Any, **__: Any) -> None:
+        said.append("empty")
+        if fails:
+            raise torch.OutOfMemoryError
+
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(VARIABLES[1], there)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", said.append)
+    monkeypatch.setattr(torch, "empty", empty)
+    with pytest.raises(torch.OutOfMemoryError) if fails else nullcontext():
+        device_buffer()
+    assert said == told
 
 
 def test_a_bucket_is_cut_before_the_next_weight_is_made() -> None:

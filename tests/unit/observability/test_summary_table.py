@@ -76,14 +76,16 @@ def test_every_figure_is_shown() -> None:
 def test_phases_and_what_waits_on_the_host() -> None:
     memory = {
         "peak_device_bytes": 5 << 30,
+        "peak_reserved_bytes": 6 << 30,
         "peak_device_bytes_by_phase": {"loading": 4 << 30, "train": 5 << 30, "between phases": 1 << 30},
         "host_bytes": {"activations": 3 << 20, "reference_weights": 2 << 30},
     }
     shown, _ = rows(summary(run_dir="x", memory=memory, phase_seconds={"generation": 1234.56, "train": 2.0}))
     assert {
-        name: value for name, value in shown.items() if name.startswith(("phase", "host memory", "peak device"))
+        name: value for name, value in shown.items() if name.startswith(("phase", "host memory", "peak device", "kept"))
     } == {
         "peak device memory": "5.00 GiB",
+        "kept for it by torch": "6.00 GiB",
         "phase generation": "1,234.6 s",
         "phase train": "2.0 s, peak 5.00 GiB",
         "phase loading": "peak 4.00 GiB",

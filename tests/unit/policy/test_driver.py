@@ -25,6 +25,7 @@ from nemo_rl_offload.losses.reduction import normalizers, valid_tokens
 from nemo_rl_offload.offload.stats import ModuleStats, OffloadStats
 from nemo_rl_offload.policy import model_workers as ranks_module
 from nemo_rl_offload.policy.driver import Policy
+from nemo_rl_offload.policy.residency.phases import DevicePeaks
 from nemo_rl_offload.policy.worker import Placement
 
 
@@ -114,8 +115,8 @@ class FakeWorker:
         sizes = {"device_bytes": 100 + self.rank, "host_bytes": self.rank, "peak_bytes": 9}
         return {"steps": 7, "reruns": 2, **factors, **sizes}
 
-    def peak_device_bytes(self) -> dict[str, int]:
-        return {"train": 100 + self.rank}
+    def device_peaks(self) -> DevicePeaks:
+        return DevicePeaks({"train": 100 + self.rank}, 120)
 
     def device(self) -> tuple[str, int]:
         return "a GPU", 1000 if self.rank else 0
@@ -569,23 +570,28 @@ def test_notices_name_their_ranks(world_size: int, expected: list[str], make: Ma
 
 
 @pytest.mark.parametrize(
-    ("peaks", "expected", "by_phase"),
+    ("peaks", "expected", "reserved", "by_phase"),
     [
-        (({"train": 3, "logprobs": 2}, {"train": 1, "logprobs": 8}), 8, {"train": 3, "logprobs": 8}),
-        (({}, {}), None, {}),
+        (
+            (DevicePeaks({"train": 3, "logprobs": 2}, 9), DevicePeaks({"train": 1, "logprobs": 8}, 8)),
+            *(8, 9, {"train": 3, "logprobs": 8}),
+        ),
+        (2 * (DevicePeaks({}, None),), None, None, {}),
     ],
 )
 def test_memory_of_all_ranks(
-    peaks: tuple[dict[str, int], ...],
+    peaks: tuple[DevicePeaks, ...],
     expected: int | None,
+    reserved: int | None,
     by_phase: dict[str, int],
     make: Make,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     policy, _ = make(2)
-    monkeypatch.setattr(FakeWorker, "peak_device_bytes", lambda self: peaks[self.rank])
+    monkeypatch.setattr(FakeWorker, "device_peaks", lambda self: peaks[self.rank])
     assert policy.memory() == {
         "peak_device_bytes": expected,
+        "peak_reserved_bytes": reserved,
         "peak_device_bytes_by_phase": by_phase,
         "device_bytes": {"gradients": 29, "weights": 41},
         "host_bytes": {"activations": 21, "reference_weights": 10},

@@ -397,7 +397,7 @@ def worker(monkeypatch: pytest.MonkeyPatch, error: RuntimeError) -> PolicyWorker
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     found = PolicyWorker.__new__(PolicyWorker)
     found._policy, found._model_path = policy(), Path("nowhere")
-    found._phases = PhasePeaks(Counter(lambda: 0, torch.cuda.max_memory_allocated, forget))
+    found._phases = PhasePeaks(Counter(lambda: 0, torch.cuda.max_memory_allocated, forget, lambda: 0))
     found._departed = None
     found._model = types.SimpleNamespace(
         gather_weights=lambda: None, modules=[], config=types.SimpleNamespace(vocab_size=8), optimizer=None

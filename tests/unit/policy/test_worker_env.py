@@ -5,6 +5,7 @@ import pytest
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.config.rules.machine import SET_BY_GROUP
 from nemo_rl_offload.policy.model_workers import without_offloading, worker_env
+from nemo_rl_offload.specs.allocator import EXPANDABLE, FIXED, VARIABLES
 
 
 @pytest.mark.parametrize(
@@ -20,15 +21,40 @@ from nemo_rl_offload.policy.model_workers import without_offloading, worker_env
 )
 def test_worker_env(overrides: list[str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    monkeypatch.setenv(VARIABLES[1], "max_split_size_mb:512")
     paths = [f"policy.megatron_cfg.{text}" for text in overrides]
     policy: Any = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", paths)["policy"]
     assert worker_env(policy) == expected
 
 
+@pytest.mark.parametrize(
+    ("there", "own", "expected"),
+    [
+        ({}, {}, {VARIABLES[1]: EXPANDABLE}),
+        ({VARIABLES[0]: "", VARIABLES[1]: ""}, {"A": "b"}, {VARIABLES[1]: EXPANDABLE}),
+        ({VARIABLES[0]: "max_split_size_mb:512"}, {}, {}),
+        ({VARIABLES[1]: FIXED}, {}, {}),
+        ({}, {VARIABLES[0]: FIXED}, {VARIABLES[0]: FIXED}),
+        ({VARIABLES[1]: FIXED}, {VARIABLES[1]: EXPANDABLE}, {VARIABLES[1]: EXPANDABLE}),
+    ],
+)
+def test_segments_expand_where_the_user_says_nothing_of_the_allocator(
+    there: dict[str, str], own: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in there.items():
+        monkeypatch.setenv(name, value)
+    policy: Any = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", [])["policy"]
+    policy["megatron_cfg"]["env_vars"] = own or None
+    found = worker_env(policy)
+    assert {name: value for name, value in found.items() if name in VARIABLES} == expected
+
+
 def test_the_users_number_of_hardware_queues_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "16")
     policy: Any = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", [])["policy"]
-    assert worker_env(policy) == {"CUDA_DEVICE_MAX_CONNECTIONS": "16"}
+    assert worker_env(policy)["CUDA_DEVICE_MAX_CONNECTIONS"] == "16"
 
 
 def test_variables_of_the_worker_group_are_reserved() -> None:

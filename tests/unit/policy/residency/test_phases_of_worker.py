@@ -1,6 +1,6 @@
 """Peaks belong to the phase in which they were, and what may be held beside one never makes a new highest."""
 
-from nemo_rl_offload.policy.residency.phases import Counter, PhasePeaks
+from nemo_rl_offload.policy.residency.phases import Counter, DevicePeaks, PhasePeaks
 
 
 class FakeAllocator:
@@ -18,7 +18,7 @@ class FakeAllocator:
 
     @property
     def counter(self) -> Counter:
-        return Counter(lambda: self.held, lambda: self.highest, self.reset)
+        return Counter(lambda: self.held, lambda: self.highest, self.reset, lambda: 2 * self.highest)
 
 
 def touch(allocator: FakeAllocator, size: int) -> None:
@@ -41,7 +41,8 @@ def test_a_peak_belongs_to_its_phase() -> None:
         touch(allocator, 3)
     with peaks.phase("logprobs"):
         touch(allocator, 10)
-    assert peaks.peaks == {
+    assert peaks.peaks.reserved == 1200
+    assert peaks.peaks.by_phase == {
         "loading": 150,
         "logprobs": 130,
         "between phases": 107,
@@ -59,8 +60,8 @@ def test_a_phase_that_fails_has_its_peak() -> None:
             raise RuntimeError
     except RuntimeError:
         pass
-    assert peaks.peaks["train"] == 100
-    assert peaks.peaks["between phases"] == 10
+    assert peaks.peaks.by_phase["train"] == 100
+    assert peaks.peaks.by_phase["between phases"] == 10
 
 
 def test_room_is_what_the_highest_leaves_beside_the_pass() -> None:
@@ -78,7 +79,7 @@ def test_room_is_what_the_highest_leaves_beside_the_pass() -> None:
         allocator.take(room)
         touch(allocator, 150)
         allocator.take(-room)
-    assert peaks.peaks["reference_logprobs"] == peaks.peaks["train"]
+    assert peaks.peaks.by_phase["reference_logprobs"] == peaks.peaks.by_phase["train"]
     allocator.take(300)
     assert peaks.room_bytes(within="train", beside="logprobs") == 0
 
@@ -87,5 +88,5 @@ def test_without_a_device_nothing_is_counted() -> None:
     peaks = PhasePeaks(None)
     with peaks.phase("train"):
         pass
-    assert peaks.peaks == {}
+    assert peaks.peaks == DevicePeaks({}, None)
     assert peaks.room_bytes(within="train", beside="logprobs") == 0
