@@ -128,6 +128,7 @@ class Steps:
                 vocabulary_size=task["vocabulary"],
                 model=task["model"],
                 optimizer=task["optimizer"],
+                overrides=tuple(task["set"]),
             )
         )
         self.short = self.batch(min(512, longest))
@@ -257,8 +258,9 @@ def run(options: argparse.Namespace) -> int:
     name += "" if options.vocabulary == SMALL_VOCABULARY else f"_{options.vocabulary}"
     name += "" if options.optimizer == "device" else f"_{options.optimizer.replace(' ', '_').replace("'", '')}"
     name += "" if options.model == MODEL else f"_{options.model.partition('/')[2]}"
+    name += "" if options.name is None else f"_{options.name}"
     path = options.out / f"{name}.json"
-    of_all = {key: getattr(options, key) for key in ("impl", "model", "vocabulary", "optimizer")}
+    of_all = {key: getattr(options, key) for key in ("impl", "model", "vocabulary", "optimizer", "set")}
     experiment = "E4" if options.optimizer == "device" else "whole_model"
     data: dict[str, Any] = {"experiment": experiment, "optimizer": options.optimizer, "sequence": {}, "layers": {}}
     if path.exists():
@@ -271,6 +273,7 @@ def run(options: argparse.Namespace) -> int:
         "num_layers": num_layers(options.model),
         "sequence_of_layers": SEQUENCE,
         "transformer_impl": options.impl,
+        "overrides": options.set,
     }
     limit_bytes = int(data["device_memory_bytes"] * RESERVE)
 
@@ -313,6 +316,8 @@ def main() -> int:
     parser.add_argument("--model", default=MODEL, metavar="NAME", help="of the catalogue; default: %(default)s")
     parser.add_argument("--vocabulary", type=int, default=SMALL_VOCABULARY)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default=OPTIMIZERS[0], help="where its state is")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of policy.megatron_cfg")
+    parser.add_argument("--name", help="of what is set, at the end of the result's name")
     parser.add_argument(
         "--tries",
         type=json.loads,
@@ -323,6 +328,8 @@ def main() -> int:
     options = parser.parse_args()
     if find_config(options.model) is None:
         parser.error(f"--model: the catalogue has no {options.model}")
+    if options.set and options.name is None:
+        parser.error("--set: give the result another name, by --name")
     if unknown := {variant for variant, _ in options.tries or []} - {*VARIANTS}:
         parser.error(f"--tries: {', '.join(sorted(unknown))} is not one of {', '.join(VARIANTS)}")
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

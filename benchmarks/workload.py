@@ -73,6 +73,8 @@ class Shape:
     vocabulary_size: int = SMALL_VOCABULARY
     model: str = MODEL
     optimizer: str = OPTIMIZERS[0]
+    overrides: tuple[str, ...] = ()
+    """Of `policy.megatron_cfg`."""
 
 
 def model_config(shape: Shape) -> dict[str, Any]:
@@ -89,7 +91,7 @@ def model_config(shape: Shape) -> dict[str, Any]:
 
 
 def load_settings(shape: Shape, overrides: Sequence[str] = ()) -> Any:
-    """The configuration; `overrides` are relative to `policy.megatron_cfg`."""
+    """The configuration; `overrides` are relative to `policy.megatron_cfg`, and come after the shape's own."""
     policy = {
         "precision": "bfloat16",
         "max_total_sequence_length": shape.sequence,
@@ -104,6 +106,7 @@ def load_settings(shape: Shape, overrides: Sequence[str] = ()) -> Any:
         "activation_offload.host_memory_budget=100GiB",
         "optimizer.lr=0.0",
         "optimizer.use_distributed_optimizer=true",
+        *shape.overrides,
         *overrides,
     ]
     changes = [f"policy.{key}={value}" for key, value in policy.items()]
@@ -156,7 +159,8 @@ class Workload:
             optimizer = get_megatron_optimizer(config, chunks)
             if self.shape.optimizer == OPTIMIZERS[1]:
                 parameter_bytes = sum(each.numel() for each in chunks[0].parameters()) * OPTIMIZER_BYTES
-                keep_on_host(optimizer, HostArena(make_backend(), parameter_bytes + (8 << 30)), share=1.0)
+                share = policy["megatron_cfg"]["optimizer"]["optimizer_offload_fraction"]
+                keep_on_host(optimizer, HostArena(make_backend(), parameter_bytes + (8 << 30)), share)
         _without_temporaries(optimizer)
         scheduler = learning_rate_scheduler(policy, optimizer, num_steps=1)
         self._trees[()] = chunks[0].module, provider
