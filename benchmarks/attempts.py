@@ -24,10 +24,14 @@ from typing import Any, Self
 import psutil
 from common import HAS_GPU, environment, say
 
+from nemo_rl_offload.runs.run_directory import ERROR_FILE
+
 WARMUP_STEPS = 2
 OUT_OF_MEMORY = "out of memory"
 OUT_OF_MEMORY_WORDS = (OUT_OF_MEMORY, "out of device memory")
 """Of libraries, and of this project."""
+KEPT_CHARACTERS = 20_000
+"""Of what an attempt said last."""
 POLL_S = 0.02
 
 
@@ -151,6 +155,8 @@ def run_ours(algorithm: str, exemplar: Path, run_dir: Path, overrides: Sequence[
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     wall_s = time.time() - begin
     if done.returncode:
+        if (log := run_dir / ERROR_FILE).exists():  # of which the command line tells one line
+            sys.stderr.write(log.read_text(encoding="utf-8")[-KEPT_CHARACTERS:])
         raise SystemExit(f"the run ended with {done.returncode}")
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     records = [record for record in records if record["prefix"] == "train"]
@@ -186,7 +192,7 @@ def measure_attempt(
             last = ""
             for line in process.stderr:
                 sys.stderr.write(line)
-                last = (last + line)[-20_000:]
+                last = (last + line)[-KEPT_CHARACTERS:]
         found = json.loads(inner.read_text()) if inner.exists() else None
     side = "ours" if isinstance(attempt, Ours) else "trl"
     about = {"name": name, "side": side, "memory": memory.bytes(), "error": None}
@@ -194,7 +200,11 @@ def measure_attempt(
         return {**about, **found}
     told = [line for line in last.splitlines() if line.strip()] or ["nothing was said"]
     of_memory = [line for line in told if any(words in line.lower() for words in OUT_OF_MEMORY_WORDS)]
-    how = {"error": OUT_OF_MEMORY, "said": of_memory[-1][:600]} if of_memory else {"error": told[-1][:300]}
+    how = (
+        {"error": OUT_OF_MEMORY, "said": " | ".join(line[:600] for line in of_memory[-2:])}
+        if of_memory
+        else {"error": told[-1][:300]}
+    )
     return {**about, **how, "exit_code": process.returncode}
 
 

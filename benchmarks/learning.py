@@ -1,5 +1,8 @@
 """What runs learned: their validation by step, seconds, and samples before and after, from their run directories.
 
+What supervised runs answer is asked of their weights afterwards: `--evaluations` are run directories of
+`nemo-rl-offload eval`, one for each run.
+
     nemo-rl-offload run grpo --config examples/smollm2/grpo_gpu.yaml --run-dir results/seed1 grpo.seed=1
     python benchmarks/learning.py results/seed1 results/seed2 --name smollm2_grpo --title "SmolLM2, sums by GRPO" \\
         --device "NVIDIA H100 80GB HBM3" --out benchmarks/results/nvidia-h100
@@ -18,11 +21,13 @@ from common import environment, say
 
 from nemo_rl_offload.bench.report import write_json
 from nemo_rl_offload.config.loader import load_config
-from nemo_rl_offload.runs.run_directory import METRICS_FILE, SAMPLES_FILE, SUMMARY_FILE
+from nemo_rl_offload.runs.run_directory import EVALUATION_FILE, METRICS_FILE, SAMPLES_FILE, SUMMARY_FILE
 
 NUM_SAMPLES = 4
 """Of the first validation and of the last, the same problems, spread over those that were kept."""
 PROMPT_CHARACTERS = 200
+METRICS = ("accuracy", "loss")
+"""Of validation, what is drawn: the first that there is."""
 
 
 def records(path: Path) -> list[dict[str, Any]]:
@@ -38,18 +43,34 @@ def read_run(run_dir: Path) -> dict[str, Any]:
         seed = load_config(run_dir / "config.yaml")["grpo"]["seed"]
         seconds = metrics[-1]["time"] - metrics[0]["time"]
         summary = {"seed": seed, "steps": metrics[-1]["step"], "wall_seconds": seconds, "memory": {}}
-    curve = [[each["step"], each["metrics"]["accuracy"]] for each in metrics if each["prefix"] == "validation"]
+    validations = [each for each in metrics if each["prefix"] == "validation"]
+    metric = next(name for name in METRICS if name in validations[0]["metrics"])
     steps = [each["metrics"] for each in metrics if each["prefix"] == "train"]
     names = [name for name in steps[0] if name.startswith("timing/")]
     return {
         "name": run_dir.name,
         "seed": summary["seed"],
         "steps": summary["steps"],
-        "validation": curve,
+        "metric": metric,
+        "validation": [[each["step"], each["metrics"][metric]] for each in validations],
         "wall_s": summary["wall_seconds"],
         "medians": {name: statistics.median(step[name] for step in steps) for name in names},
         "memory": summary["memory"],
-        "samples": samples(records(run_dir / SAMPLES_FILE)),
+        "samples": samples(records(run_dir / SAMPLES_FILE)) if (run_dir / SAMPLES_FILE).exists() else [],
+    }
+
+
+def read_evaluation(run_dir: Path) -> dict[str, Any]:
+    """Of finished weights, with some of what they answered."""
+    found = json.loads((run_dir / EVALUATION_FILE).read_text(encoding="utf-8"))
+    shown = records(run_dir / SAMPLES_FILE)
+    shown = shown[:: max(1, len(shown) // NUM_SAMPLES)][:NUM_SAMPLES]
+    return {
+        **{key: found[key] for key in ("num_problems", "accuracy", "standard_error")},
+        "samples": [
+            {"prompt": each["prompt"][-PROMPT_CHARACTERS:], **{key: each[key] for key in ("response", "reward")}}
+            for each in shown
+        ],
     }
 
 
@@ -79,6 +100,9 @@ def ends(shown: list[dict[str, Any]]) -> tuple[int, int]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
+    parser.add_argument(
+        "--evaluations", type=Path, nargs="+", default=[], metavar="RUN_DIR", help="of `eval`, afterwards"
+    )
     parser.add_argument("--name", required=True, help="of the result's file")
     parser.add_argument("--title", required=True, help="what was trained on what")
     parser.add_argument("--device", required=True)
@@ -86,6 +110,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     options = parser.parse_args()
     runs = [read_run(run_dir) for run_dir in options.run_dirs]
+    for run, run_dir in zip(runs, options.evaluations, strict=bool(options.evaluations)):
+        run["evaluation"] = read_evaluation(run_dir)
     if not options.samples:
         runs = [{**run, "samples": []} for run in runs]
     about = {

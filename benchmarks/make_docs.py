@@ -514,13 +514,24 @@ def adapters(results: Mapping[str, Result]) -> Iterator[str]:
 def learning(name: str, result: Result, folder: str) -> Iterator[str]:
     """What runs learned, with what the model said before and after."""
     yield f"## What runs learned: {result['title']} (`{name}.json`)\n"
-    yield "| run | right before | after | steps | a step | whole run |"
-    yield "|---|---|---|---|---|---|"
+    what = "right" if result["runs"][0].get("metric", "accuracy") == "accuracy" else "validation loss"
+    evaluated = [run["evaluation"] for run in result["runs"] if "evaluation" in run]
+    yield f"| run | {what} before | after | steps | a step | whole run |{' right afterwards |' if evaluated else ''}"
+    yield f"|---|---|---|---|---|---|{'---|' if evaluated else ''}"
     for run in result["runs"]:
         before, after = run["validation"][0][1], run["validation"][-1][1]
         times = f"{run['medians']['timing/step_s']:.1f} s | {run['wall_s']:.0f} s"
-        yield f"| {run.get('name', f'seed {run["seed"]}')} | {before:.3f} | {after:.3f} | {run['steps']} | {times} |"
+        row = f"| {run.get('name', f'seed {run["seed"]}')} | {before:.3f} | {after:.3f} | {run['steps']} | {times} |"
+        if found := run.get("evaluation"):
+            row += f" {found['accuracy']:.3f} +- {found['standard_error']:.3f} of {found['num_problems']} |"
+        yield row
     yield f"\n![validation by step](../benchmarks/results/{folder}/{name}.png)\n"
+    if evaluated:
+        yield "| problem | after |"
+        yield "|---|---|"
+    for sample in (each for found in evaluated for each in found["samples"]):
+        said = f"{_one_line(sample['response'])} ({sample['reward']:g})"
+        yield f"| {_one_line(sample['prompt'].split('user')[-1])} | {said} |"
     shown = [each for run in result["runs"] for each in run["samples"]]
     if shown:
         yield "| problem | before | after |"

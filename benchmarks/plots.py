@@ -126,9 +126,10 @@ def draw_learning(path: Path, result: Any) -> None:
     for run in result["runs"]:
         steps, values = zip(*run["validation"], strict=True)
         axes.plot(steps, values, "o-", markersize=3, label=run.get("name", f"seed {run['seed']}"))
-    axes.set_ylim(0, 1)
+    is_accuracy = result["runs"][0].get("metric", "accuracy") == "accuracy"
+    axes.set_ylim(0, 1 if is_accuracy else None)
     axes.set_xlabel("optimizer steps")
-    axes.set_ylabel("right of the validation problems")
+    axes.set_ylabel("right of the validation problems" if is_accuracy else "validation loss")
     axes.set_title(f"{result['device']}: {result['title']}", fontsize=8)
     axes.legend(fontsize=8)
     _save(figure, path)

@@ -405,13 +405,20 @@ def read_optimizer(policy: PolicyConfig, element_bytes: int) -> Optimizer:
     section = megatron_cfg["optimizer"]
     is_adam = section["optimizer"] == "adam"
     master = 0 if element_bytes == 4 else 4
+    gradient = 4 if megatron_cfg["distributed_data_parallel_config"]["grad_reduce_in_fp32"] else element_bytes
+    gradient_copy = 4 if gradient < 4 else 0
     if section["use_precision_aware_optimizer"] and policy["quant_cfg"] is None:
-        master = 2  # Transformer Engine keeps only the bits that bfloat16 weights lack
+        # Transformer Engine keeps only the bits that bfloat16 weights lack, and reads gradients as they are.
+        master, gradient_copy = 2, 0
     return Optimizer(
         distributed=section["use_distributed_optimizer"],
-        gradient_bytes=4 if megatron_cfg["distributed_data_parallel_config"]["grad_reduce_in_fp32"] else element_bytes,
+        gradient_bytes=gradient,
         state_bytes=8 if is_adam else 4 * (section["sgd_momentum"] > 0),
         master_bytes=master,
+        gradient_copy_bytes=gradient_copy,
+        could_read_gradients=bool(gradient_copy)
+        and (is_adam and section["use_distributed_optimizer"] and policy["quant_cfg"] is None)
+        and megatron_cfg["transformer_impl"] == "transformer_engine",
         share_on_host=section["optimizer_offload_fraction"] if section["optimizer_cpu_offload"] else 0.0,
     )
 

@@ -29,6 +29,7 @@ OF_MODEL = "No smaller pass helps"
 """What stands in those sentences that a layout decides as well."""
 EXCHANGE_BYTES = 128 * MIB
 """Device memory that holds pieces of weights on their way: `offload.waiting_weights`."""
+GRADIENT_COPIES = "gradients in float32"
 LEAVING = "what leaves between two trainings"
 OWN_OF_UPDATE = "the update's own"
 UPDATE_BYTES = 4
@@ -228,15 +229,18 @@ def _one_layer(context: LayerContext, kinds: Sequence[LayerKind]) -> int:
 def update_bytes(job: Job, rank: int, layers: Sequence[range]) -> dict[str, int]:
     """Device memory of an optimizer's step beside what is there throughout, on the stage that has these layers.
 
-    torch's own optimizers make square roots of all second moments at once; Transformer Engine's make none.
+    torch's own optimizers make square roots of all second moments at once; Transformer Engine's make none. Megatron
+    copies narrower gradients to float32, all of a rank's part at once, for an optimizer that reads no others.
     """
     parameters = trained_parameters(job.shape, job.layout, layers, rank, job.adapters)
     on_host = optimizer_host_bytes(parameters, job.layout, job.optimizer)
     found = {"buckets on their way": min(BUCKETS_BYTES, on_host)} if on_host else {}
+    number = optimizer_parameters(parameters, job.layout, job.optimizer)
+    if copies := job.optimizer.gradient_copy_bytes * number:
+        found[GRADIENT_COPIES] = copies
     if job.transformer_engine or job.optimizer.state_bytes < 8:
         return found
-    number = optimizer_parameters(parameters, job.layout, job.optimizer) * (1 - job.optimizer.share_on_host)
-    return found | {OWN_OF_UPDATE: round(UPDATE_BYTES * number)}
+    return found | {OWN_OF_UPDATE: round(UPDATE_BYTES * number * (1 - job.optimizer.share_on_host))}
 
 
 def host_use(job: Job, step: SimulatedStep) -> HostUse:
@@ -313,6 +317,8 @@ def _remedy(job: Job, phase: Phase, training_fits: bool) -> str:
     if phase.name == "optimizer step":
         share = _least_share_on_host(job, phase)
         path = "policy.megatron_cfg.optimizer"
+        if job.optimizer.could_read_gradients and phase.peak_bytes - phase.parts[GRADIENT_COPIES] <= job.budget_bytes:
+            return f"Set {path}.use_precision_aware_optimizer=true: gradients are then read as they are."
         sets = f"Set {path}.optimizer_cpu_offload=true {path}.optimizer_offload_fraction={share:g} for that."
         if share > 1:
             return "With all of the optimizer on the host there is too little too."

@@ -40,7 +40,7 @@ def worker_env(config: PolicyConfig) -> dict[str, str]:
         env["CUDA_DEVICE_MAX_CONNECTIONS"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     given = cfg["env_vars"] or {}
     name, there = allocator_settings(os.environ | given)
-    if not there:
+    if not there and cfg["cuda_graph_impl"] == "none":
         env[name] = EXPANDABLE
     return env | given
 

@@ -19,7 +19,7 @@ from nemo_rl_offload.planner.simulate.simulated_step import highest_peak, module
 from nemo_rl_offload.specs.allocator import EXPANDABLE, allocator_settings
 from nemo_rl_offload.specs.catalogue import load_model_shape
 from nemo_rl_offload.specs.devices import recognise
-from nemo_rl_offload.specs.out_of_memory import is_out_of_memory
+from nemo_rl_offload.specs.out_of_memory import is_out_of_memory, out_of_memory_error
 from nemo_rl_offload.units import GIB, gib, parse_bytes
 
 MARGIN = 0.9
@@ -43,7 +43,9 @@ CHECKPOINTING: Phase = "writing or reading a checkpoint"
 
 
 WORTH_SAYING = 0.05
-"""Of the device, unused between tensors."""
+"""Of the device: less that lies unused, or is others', is not told."""
+LONGEST_LINE = 300
+"""Characters of what a library said."""
 
 
 @dataclass(frozen=True)
@@ -55,32 +57,64 @@ class DeviceUse:
     peak_bytes: int
     unused_bytes: int = 0
     """What torch's allocator had beside tensors when there was no room: gaps, for it had freed the rest."""
+    others_bytes: int = 0
+    """What was in use beside that: other processes, and libraries of this one."""
+    refused: str = ""
+    """What a library said that found no room beside torch's allocator; empty where that one found none."""
 
     def __str__(self) -> str:
         if not self.total_bytes:
             return "the device has no room for this process at all. See with nvidia-smi what else is on it."
         held = gib(self.peak_bytes, decimals=1 if self.peak_bytes >= GIB else 3)
-        said = f"torch held up to {held} of the {gib(self.total_bytes)} of this {self.name}."
-        if not self.is_fragmented:
-            return said
-        return f"{said} {gib(self.unused_bytes)} lay unused between tensors."
+        said = [f"torch held up to {held} of the {gib(self.total_bytes)} of this {self.name}."]
+        if self.others_bytes > WORTH_SAYING * self.total_bytes:
+            said.append(f"Others had {gib(self.others_bytes)}.")
+        if self.refused:
+            cached = f", while {gib(self.unused_bytes)} lay in torch's cache" if self._has_unused else ""
+            said.append(f"It was a library that found no room{cached}: {self.refused}")
+        elif self.is_fragmented:
+            said.append(f"{gib(self.unused_bytes)} lay unused between tensors.")
+        return " ".join(said)
+
+    @property
+    def _has_unused(self) -> bool:
+        return self.unused_bytes > WORTH_SAYING * self.total_bytes
 
     @property
     def is_fragmented(self) -> bool:
         """Whether much lies unused between tensors, and torch was not told to avoid that."""
-        return self.unused_bytes > WORTH_SAYING * self.total_bytes and EXPANDABLE not in allocator_settings()[1]
+        return not self.refused and self._has_unused and EXPANDABLE not in allocator_settings()[1]
 
 
-def device_use() -> DeviceUse:
-    """Of this process's device; of one without room for this process, nothing is known."""
+def device_use(error: BaseException) -> DeviceUse:
+    """Of this process's device when an error said that it has no room; of one without room for this process, nothing is
+    known."""
     import torch
 
     try:
-        name, total_bytes = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1]
-        unused_bytes = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        return DeviceUse(name, total_bytes, torch.cuda.max_memory_allocated(), unused_bytes)
+        name, (free_bytes, total_bytes) = torch.cuda.get_device_name(), torch.cuda.mem_get_info()
+        reserved_bytes = torch.cuda.memory_reserved()
+        return DeviceUse(
+            name,
+            total_bytes,
+            torch.cuda.max_memory_allocated(),
+            unused_bytes=reserved_bytes - torch.cuda.memory_allocated(),
+            others_bytes=max(0, total_bytes - free_bytes - reserved_bytes),
+            refused=_refused(error),
+        )
     except RuntimeError:
         return DeviceUse("", 0, 0)
+
+
+def _refused(error: BaseException) -> str:
+    """The line by which a library says so; empty where torch's allocator found no room."""
+    import torch
+
+    found = out_of_memory_error(error)
+    if found is None or isinstance(found, torch.OutOfMemoryError):
+        return ""
+    lines = [line.strip() for line in str(found).splitlines()]
+    return next(line for line in lines if is_out_of_memory(RuntimeError(line)))[:LONGEST_LINE].rstrip(".") + "."
 
 
 @contextmanager
@@ -91,7 +125,7 @@ def explained(phase: Phase, policy: PolicyConfig) -> Iterator[None]:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        raise out_of_memory_while(phase, policy, device_use()) from error
+        raise out_of_memory_while(phase, policy, device_use(error)) from error
 
 
 def out_of_memory(

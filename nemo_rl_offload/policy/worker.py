@@ -166,7 +166,7 @@ class PolicyWorker:
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
-                raise self._out_of_memory(loss_name) from error
+                raise self._out_of_memory(loss_name, error) from error
         if not self._has_trained:
             self._device_bytes = resident_bytes(self._model, self._arena)
         self._free_gradients()
@@ -176,13 +176,13 @@ class PolicyWorker:
             freeze_gc()
         return metrics
 
-    def _out_of_memory(self, loss_name: str) -> ResourceError:
+    def _out_of_memory(self, loss_name: str, error: RuntimeError) -> ResourceError:
         import torch.distributed as dist
 
         from nemo_rl_offload.losses.registry import rows_per_sample
 
         world_size, rows = dist.get_world_size(), rows_per_sample(loss_name)
-        return out_of_memory(self._policy, self._model_path, world_size, device_use(), rows)
+        return out_of_memory(self._policy, self._model_path, world_size, device_use(error), rows)
 
     def evaluate(
         self,

@@ -3,7 +3,8 @@
 Segments that expand are pieces of address space to which pages are mapped as tensors need them, so that little lies
 unused between tensors of changing sizes. Without them each tensor that fits no free piece takes a new one. Workers have
 them where the user says nothing of the allocator. Memory from such segments is handed to other processes by file
-descriptors, which not all kernels, containers and cards allow: what is handed over is allocated without.
+descriptors, which not all kernels, containers and cards allow: what is handed over is allocated without. Where CUDA
+graphs are captured, segments do not expand by default: beside them Megatron-Core wants NCCL_GRAPH_REGISTER=0.
 """
 
 import os

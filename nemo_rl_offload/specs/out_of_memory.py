@@ -19,10 +19,15 @@ _WORDS = re.compile(
 _OF_THE_HOST = re.compile(r"DefaultCPUAllocator|Cannot allocate memory|host out of memory|cudaHostAlloc", re.IGNORECASE)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error, or what it was raised from, says that the device has no memory left, whoever asked for it."""
+def out_of_memory_error(error: BaseException) -> RuntimeError | None:
+    """Of an error and what it was raised from, the first that says that the device has no memory left."""
     if isinstance(error, RuntimeError):
         text = str(error)
         if _WORDS.search(text) and not _OF_THE_HOST.search(text):
-            return True
-    return error.__cause__ is not None and is_out_of_memory(error.__cause__)
+            return error
+    return None if error.__cause__ is None else out_of_memory_error(error.__cause__)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error, or what it was raised from, says that the device has no memory left, whoever asked for it."""
+    return out_of_memory_error(error) is not None

@@ -101,6 +101,8 @@ class MegatronModel:
     """Of quantization-aware training: quantizes the weights in place, after each step."""
     weights_are_whole: bool = True
     """False after a step with `overlap_param_gather`, which leaves each rank its own part until the next forward."""
+    has_stepped: bool = False
+    """Whether this process has updated the weights."""
 
     def gather_weights(self) -> None:
         """Bring the last step's weights to all ranks, which call this together.

@@ -74,6 +74,7 @@ def train_step(
     grad_norm = None
     if is_finite := all_finite(model, outputs):
         with model.measure("optimizer_step"):
+            _leave_room(model)
             _, grad_norm, _ = model.optimizer.step()
             model.weights_are_whole = not model.chunks[0].ddp_config.overlap_param_gather
             model.quantize_weights()
@@ -87,6 +88,14 @@ def train_step(
         "lr": learning_rate,
         "skipped_updates": float(not is_finite),
     }
+
+
+def _leave_room(model: MegatronModel) -> None:
+    """Before the first update: what libraries take when they are first used (NCCL's communicators, kernels' code) they
+    do not get from torch's cache, which backward has left full."""
+    if not model.has_stepped and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    model.has_stepped = True
 
 
 def accumulate_gradients(

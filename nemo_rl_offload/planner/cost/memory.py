@@ -33,6 +33,10 @@ class Optimizer:
     """Per parameter, beside the master weights: Adam's two moments in float32."""
     master_bytes: int = 4
     """Per parameter: float32 weights beside narrower ones; 0 where the weights are float32."""
+    gradient_copy_bytes: int = 0
+    """Per parameter, while it steps: float32 copies of narrower gradients, for an optimizer that reads no others."""
+    could_read_gradients: bool = False
+    """Whether `use_precision_aware_optimizer` would make no such copies, and is allowed."""
     share_on_host: float = 0.0
     """Share of state and master weights that stays in host memory."""
 

@@ -20,6 +20,32 @@ def job(*overrides: str, model: str = "Qwen/Qwen2.5-1.5B") -> Job:
     return read_job(config["policy"], load_model_shape(model, None), find_device("h100-80gb"), 4)
 
 
+_NARROW = "policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32=false"
+_AWARE = "policy.megatron_cfg.optimizer.use_precision_aware_optimizer=true"
+_ENGINE = "policy.megatron_cfg.transformer_impl=transformer_engine"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gradient", "copied", "could_read"),
+    [
+        ((), 4, 0, False),
+        ((_NARROW,), 2, 4, False),
+        ((_NARROW, _ENGINE), 2, 4, True),
+        ((_NARROW, _ENGINE, "policy.megatron_cfg.optimizer.use_distributed_optimizer=false"), 2, 4, False),
+        ((_NARROW, _ENGINE, "policy.megatron_cfg.optimizer.optimizer=sgd"), 2, 4, False),
+        ((_NARROW, _ENGINE, _AWARE), 2, 0, False),
+        ((_NARROW, "policy.precision=float32"), 4, 0, False),
+        ((_ENGINE, _AWARE), 4, 0, False),
+    ],
+)
+def test_gradients_that_are_not_float32_are_copied_for_the_update(
+    overrides: tuple[str, ...], gradient: int, copied: int, could_read: bool
+) -> None:
+    optimizer = job(*overrides).optimizer
+    found = (optimizer.gradient_bytes, optimizer.gradient_copy_bytes, optimizer.could_read_gradients)
+    assert found == (gradient, copied, could_read)
+
+
 @pytest.mark.parametrize("section", ["dynamic_batching", "sequence_packing"])
 def test_a_number_of_tokens_is_as_many_of_the_longest_samples(section: str) -> None:
     on = f"policy.{section}.enabled=true"

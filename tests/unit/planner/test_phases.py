@@ -11,7 +11,7 @@ from nemo_rl_offload.planner.cost.memory import EIGHT_BIT_COPIES, Optimizer
 from nemo_rl_offload.planner.cost.parameters import model_parameters
 from nemo_rl_offload.planner.cost.storages import Numbers
 from nemo_rl_offload.planner.job import Job, Passes
-from nemo_rl_offload.planner.phases import LEAVING, Phase, PhasesOfStage, fullest, host_use, lacking
+from nemo_rl_offload.planner.phases import GRADIENT_COPIES, LEAVING, Phase, PhasesOfStage, fullest, host_use, lacking
 from nemo_rl_offload.planner.plan import make_plan
 from nemo_rl_offload.planner.report.data import plan_data
 from nemo_rl_offload.planner.report.phases_svg import phases_svg
@@ -325,6 +325,33 @@ def test_an_optimizers_step_is_told_the_share_that_gives_it_room(memory_gib: int
         changed = replace(job, optimizer=Optimizer(share_on_host=tried))
         still = [each for each in lacking(changed, run_nothing(changed)) if each.startswith("optimizer step")]
         assert (not still) == fits, (tried, of_update, still)
+
+
+NARROW = Optimizer(share_on_host=1.0, gradient_bytes=2, gradient_copy_bytes=4)
+
+
+def test_narrow_gradients_are_copied_to_float32_while_the_optimizer_steps() -> None:
+    """On an H200, 7B with bfloat16 gradients and its optimizer on the host: tensors took 57.65 GiB in that step."""
+    job = seven_billion(optimizer=NARROW)
+    phase = phases_of(job)["optimizer step"]
+    assert phase.parts[GRADIENT_COPIES] == 4 * model_parameters(job.shape)
+    tensors = phase.peak_bytes - phase.parts["runtime"] - phase.parts["fragmentation"]
+    assert tensors == pytest.approx(61_904_311_296, rel=0.003)
+    split = replace(job, layout=ParallelLayout(8))
+    assert phases_of(split)["optimizer step"].parts[GRADIENT_COPIES] * 8 == pytest.approx(phase.parts[GRADIENT_COPIES])
+    assert GRADIENT_COPIES not in phases_of(seven_billion())["optimizer step"].parts
+
+
+@pytest.mark.parametrize("could_read", [False, True])
+def test_an_optimizer_that_reads_narrow_gradients_is_proposed_where_copies_have_no_room(could_read: bool) -> None:
+    told = {}
+    for memory_gib in (30, 40, 70):
+        optimizer = replace(NARROW, could_read_gradients=could_read)
+        job = seven_billion(optimizer=optimizer, memory_bytes=memory_gib * GIB)
+        found = [each for each in lacking(job, run_nothing(job)) if each.startswith("optimizer step")]
+        told[memory_gib] = "use_precision_aware_optimizer=true" in "".join(found)
+        assert bool(found) == (memory_gib < 70)
+    assert told == {30: False, 40: could_read, 70: False}
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """What is said when a step finds no device memory."""
 
+import re
 import types
 from collections.abc import Iterator
 from dataclasses import replace
@@ -237,9 +238,32 @@ def test_what_lies_unused_is_asked_for_when_there_is_no_room(monkeypatch: pytest
     values = {"memory_allocated": 60, "memory_reserved": 68, "max_memory_allocated": 66, "max_memory_reserved": 79}
     for name, value in values.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value * GIB)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 79 * GIB))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 * GIB, 79 * GIB))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: H100.name)
-    assert module.device_use() == DeviceUse(H100.name, 79 * GIB, 66 * GIB, 8 * GIB)
+    use = DeviceUse(H100.name, 79 * GIB, 66 * GIB, unused_bytes=8 * GIB, others_bytes=10 * GIB)
+    assert module.device_use(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")) == use
+    error = RuntimeError("NCCL error in: x.cpp:9\nunhandled cuda error\nLast error:\nCuda failure 2 'out of memory'")
+    error.__cause__ = torch.OutOfMemoryError("CUDA out of memory.")
+    told = "Cuda failure 2 'out of memory'."
+    assert module.device_use(error) == replace(use, refused=told)
+    outer = RuntimeError("a step failed")
+    outer.__cause__ = error
+    assert module.device_use(outer) == replace(use, refused=told)
+
+
+def test_a_library_without_room_beside_torchs_cache_is_named() -> None:
+    """It seems as if there were room: the tensors of a step that fails so take far less than the device has."""
+    use = replace(H100, peak_bytes=56 * GIB, unused_bytes=20 * GIB, others_bytes=2 * GIB, refused="NCCL: no.")
+    told = "It was a library that found no room, while 20.0 GiB lay in torch's cache: NCCL: no."
+    for each, text in ((use, told), (replace(use, unused_bytes=0), "found no room: NCCL: no.")):
+        for error in (
+            out_of_memory(policy(), Path("nowhere"), 1, each),
+            out_of_memory_while("evaluating", policy(), each),
+        ):
+            assert text in str(error)
+            assert not re.search("expandable|Others had", str(error))
+    told = str(out_of_memory(policy(), Path("nowhere"), 1, replace(H100, others_bytes=30 * GIB)))
+    assert "GiB of this NVIDIA H100 80GB HBM3. Others had 30.0 GiB." in told
 
 
 def test_an_unknown_device_or_model_gets_what_holds_for_all() -> None:

@@ -51,6 +51,14 @@ def test_segments_expand_where_the_user_says_nothing_of_the_allocator(
     assert {name: value for name, value in found.items() if name in VARIABLES} == expected
 
 
+def test_segments_do_not_expand_where_layers_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    overrides = ["policy.megatron_cfg.cuda_graph_impl=transformer_engine"]
+    policy: Any = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", overrides)["policy"]
+    assert not set(VARIABLES) & set(worker_env(policy))
+
+
 def test_the_users_number_of_hardware_queues_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "16")
     policy: Any = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", [])["policy"]

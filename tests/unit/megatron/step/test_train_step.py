@@ -133,6 +133,19 @@ def test_a_step_is_that_of_plain_torch(build: Callable[[], MegatronModel]) -> No
         torch.testing.assert_close(parameter.detach(), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_before_its_first_update_alone_a_process_leaves_libraries_room(
+    build: Callable[[], MegatronModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's communicators and kernels' code get nothing of what torch's cache holds."""
+    model, loss, emptied = build(), build_loss("nll", {}), list[bool]()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(model.optimizer is not None))
+    batch = make_batch()
+    for _ in range(3):
+        train_step(model, batch, loss, normalizers(batch), 4, HEADS)
+    assert emptied == [True]
+
+
 def test_masked_samples_and_padding_change_nothing(build: Callable[[], MegatronModel]) -> None:
     batch = make_batch()
     changed = {key: value.clone() for key, value in batch.items()}
