@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from nemo_rl_offload.planner.cost.activations import forward_bytes, generation_bytes
+from nemo_rl_offload.planner.cost.adapters import adapters_bytes
 from nemo_rl_offload.planner.cost.head import forward_logits_bytes, fused_head_forward_bytes
 from nemo_rl_offload.planner.cost.memory import (
     EIGHT_BIT_COPIES,
@@ -20,6 +21,7 @@ from nemo_rl_offload.planner.cost.storages import LayerContext, Tokens
 from nemo_rl_offload.planner.job import Job
 from nemo_rl_offload.planner.simulate.simulated_step import SimulatedStep
 from nemo_rl_offload.planner.simulate.stages import job_link
+from nemo_rl_offload.specs.lora import Adapters
 from nemo_rl_offload.specs.model_shape import LayerKind
 from nemo_rl_offload.units import GIB, MIB, gib
 
@@ -179,7 +181,7 @@ class PhasesOfStage:
         prompts = replace(whole, tokens=Tokens(passes.generation_rows * passes.prompt_length, passes.prompt_length))
         found = {
             **generation_bytes(whole, self._kinds),
-            "one layer's forward": _one_layer(prompts, self._kinds),
+            "one layer's forward": _one_layer(prompts, self._kinds, job.adapters),
         }
         if self._is_last:
             rows, element_bytes = passes.generation_rows, job.numbers.element_bytes
@@ -212,7 +214,7 @@ class PhasesOfStage:
 def _forward_of(job: Job, tokens: int, kinds: Sequence[LayerKind], *, is_last: bool) -> dict[str, int]:
     """Of a pass over so many tokens through a stage of these layers."""
     context = replace(job.context, tokens=Tokens(max(1, tokens // job.layout.context), job.sequence))
-    found = {"one layer's forward": _one_layer(context, kinds)}
+    found = {"one layer's forward": _one_layer(context, kinds, job.adapters)}
     if is_last:
         head_bytes = forward_logits_bytes if job.makes_logits else fused_head_forward_bytes
         element_bytes, chunk = job.numbers.element_bytes, job.head_chunk_tokens(max(1, tokens // job.sequence))
@@ -222,8 +224,9 @@ def _forward_of(job: Job, tokens: int, kinds: Sequence[LayerKind], *, is_last: b
     return found
 
 
-def _one_layer(context: LayerContext, kinds: Sequence[LayerKind]) -> int:
-    return max((forward_bytes(context, kind) for kind in set(kinds)), default=0)
+def _one_layer(context: LayerContext, kinds: Sequence[LayerKind], adapters: Adapters | None) -> int:
+    each = (forward_bytes(context, kind) + adapters_bytes(context, kind, adapters, saves=False) for kind in set(kinds))
+    return max(each, default=0)
 
 
 def update_bytes(job: Job, rank: int, layers: Sequence[range]) -> dict[str, int]:

@@ -8,6 +8,7 @@ from itertools import product
 
 from nemo_rl_offload.offload.solver import Action, GroupRecord, Link
 from nemo_rl_offload.planner.cost.activations import fused_layer, with_recomputation
+from nemo_rl_offload.planner.cost.adapters import adapters_bytes
 from nemo_rl_offload.planner.cost.flops import layer_costs, recompute_ms, recomputed_ms
 from nemo_rl_offload.planner.cost.gradients import backward_bytes
 from nemo_rl_offload.planner.cost.head import fused_head_bytes, logits_bytes
@@ -298,10 +299,12 @@ class _Builder:
         return largest * (min(recompute.num_layers, longest_chunk) if recompute.method == "uniform" else 1)
 
     def _backward_bytes(self, chunks: Sequence[range]) -> int:
+        """Beside saved activations, of a layer's backward, or of its forward where adapters make that the larger."""
+        context, adapters = self.job.context, self.job.adapters
         kinds = {self.kinds[layer] for chunk in chunks for layer in self._with_mtp(chunk)}
-        is_frozen = self.job.adapters is not None
-        each = (backward_bytes(self.job.context, kind, is_frozen=is_frozen) for kind in kinds)
-        return max(each, default=0)
+        backward = (backward_bytes(context, kind, is_frozen=adapters is not None) for kind in kinds)
+        forward = (adapters_bytes(context, kind, adapters, saves=True) for kind in kinds)
+        return max([*backward, *forward], default=0)
 
     def _chunk(self, layers: range) -> tuple[Part, ...]:
         job, found = self.job, []
