@@ -25,7 +25,8 @@ from nemo_rl_offload.specs.lora import Adapters
 from nemo_rl_offload.specs.model_shape import LayerKind
 from nemo_rl_offload.units import GIB, MIB, gib
 
-OF_LAYOUT = ("optimizer step", "host memory")
+UPDATE = "optimizer step"
+OF_LAYOUT = (UPDATE, "host memory")
 """How the sentences of `lacking` begin that a layout decides."""
 OF_MODEL = "No smaller pass helps"
 """What stands in those sentences that a layout decides as well."""
@@ -135,7 +136,7 @@ class PhasesOfStage:
         others = {name: size for name, size in self._static.items() if name not in self._resident and size}
         activations = {"activations": self._step.times[rank].peak_bytes}
         found.append(Phase("training", self._resident | others | activations))
-        found.append(Phase("optimizer step", self._resident | update_bytes(job, rank, self._step.stages[rank].layers)))
+        found.append(Phase(UPDATE, self._resident | update_bytes(job, rank, self._step.stages[rank].layers)))
         return found
 
     def _engine(self) -> dict[str, int]:
@@ -202,7 +203,7 @@ class PhasesOfStage:
         if size := self._job.teacher_bytes[self._rank]:
             found.append(self._move("teacher's logits", "teacher's weights in", 0, size))
         if size := host.get("optimizer"):
-            found.append(self._move("optimizer step", "optimizer through the device", size, size))
+            found.append(self._move(UPDATE, "optimizer through the device", size, size))
         return found
 
     def _move(self, phase: str, what: str, out_bytes: int, in_bytes: int) -> Move:
@@ -317,7 +318,7 @@ def _remedy(job: Job, phase: Phase, training_fits: bool) -> str:
         return f"policy.generation.vllm_cfg.gpu_memory_utilization may be {int(share * 100) / 100:g}."
     if phase.name == "generation":
         return "Lower policy.generation_batch_size."
-    if phase.name == "optimizer step":
+    if phase.name == UPDATE:
         share = _least_share_on_host(job, phase)
         path = "policy.megatron_cfg.optimizer"
         if job.optimizer.could_read_gradients and phase.peak_bytes - phase.parts[GRADIENT_COPIES] <= job.budget_bytes:

@@ -6,7 +6,15 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from nemo_rl_offload.planner.job import Job, Recompute
-from nemo_rl_offload.planner.phases import OF_LAYOUT, OF_MODEL, UPDATE_BYTES, PhasesOfStage, lacking, update_lacks
+from nemo_rl_offload.planner.phases import (
+    OF_LAYOUT,
+    OF_MODEL,
+    UPDATE,
+    UPDATE_BYTES,
+    PhasesOfStage,
+    lacking,
+    update_lacks,
+)
 from nemo_rl_offload.planner.search.choice import as_configured, best_tried, choose, surely_fits, surely_lacks
 from nemo_rl_offload.planner.search.frontier import frontier
 from nemo_rl_offload.planner.search.layout_search import FoundLayout, LayoutAdvice
@@ -79,7 +87,7 @@ class JobPlan:
         for rank, sizes in enumerate(self.job.resident_host_bytes):
             for phase in PhasesOfStage(self.job, self.chosen, rank).phases() if "optimizer" in sizes else ():
                 growth = sizes["optimizer"] / given
-                if phase.name == "optimizer step":
+                if phase.name == UPDATE:
                     growth *= 1 + UPDATE_BYTES / each_bytes
                 shares.append(given - (self.job.budget_bytes - phase.peak_bytes) / growth)
         share = math.ceil(20 * max(shares)) / 20

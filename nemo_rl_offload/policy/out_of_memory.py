@@ -12,6 +12,7 @@ from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.errors import ConfigError, ResourceError
 from nemo_rl_offload.planner.cost.memory import allowance_bytes
 from nemo_rl_offload.planner.job import Job, Recompute, read_job
+from nemo_rl_offload.planner.phases import UPDATE, lacking
 from nemo_rl_offload.planner.plan import JobPlan, make_plan
 from nemo_rl_offload.planner.search.choice import fullest_stage, surely_fits
 from nemo_rl_offload.planner.search.suggestions import FUSED, smaller_microbatches
@@ -192,8 +193,12 @@ def _lower(key: str, value: int) -> Iterator[str]:
 
 
 def _proposals(job: Job, cfg: Mapping[str, Any]) -> Iterator[str]:
-    allowances = sum(allowance_bytes(job.device).values())
-    present = highest_peak(run_configured(job))
+    allowances, step = sum(allowance_bytes(job.device).values()), run_configured(job)
+    present = highest_peak(step)
+    of_update = [text for text in lacking(job, step) if text.startswith(UPDATE)]
+    if of_update and present <= job.device.memory_bytes:
+        yield f"By the planner's formulas: {of_update[0]}"
+        return
     if cfg["offload_modules"] == "auto" and cfg["fine_grained_activation_offloading"]:
         present = min(present, parse_bytes(cfg["activation_offload"]["gpu_memory_budget"]) + allowances)
     less = allowances + MARGIN * (present - allowances)

@@ -266,6 +266,30 @@ def test_a_library_without_room_beside_torchs_cache_is_named() -> None:
     assert "GiB of this NVIDIA H100 80GB HBM3. Others had 30.0 GiB." in told
 
 
+@pytest.mark.parametrize(("reads_narrow", "told"), [(False, True), (True, False)])
+def test_an_optimizers_step_without_room_names_what_gives_it_room(reads_narrow: bool, told: bool) -> None:
+    """A 14B model trained at 127 GiB of 139.8 and ran out in the update; it was told of activations."""
+    megatron = {
+        "distributed_data_parallel_config.grad_reduce_in_fp32": "false",
+        "transformer_impl": "transformer_engine",
+        "optimizer.use_distributed_optimizer": "true",
+        "optimizer.optimizer_cpu_offload": "true",
+        "optimizer.optimizer_offload_fraction": "0.62",
+        "optimizer.use_precision_aware_optimizer": str(reads_narrow).lower(),
+    }
+    overrides = [f"policy.megatron_cfg.{key}={value}" for key, value in megatron.items()]
+    fused = "policy.megatron_cfg.use_fused_linear_logprobs=true"
+    small = ("policy.max_total_sequence_length=1024", "policy.train_micro_batch_size=1", fused)
+    given = policy("policy.model_name=Qwen/Qwen2.5-14B", *small, *overrides)
+    use = DeviceUse("NVIDIA H200", 150_109_880_320, 135 * GIB)
+    error = str(out_of_memory(given, Path("nowhere"), 1, use))
+    advice = (
+        "Set policy.megatron_cfg.optimizer.use_precision_aware_optimizer=true: gradients are then read as they are."
+    )
+    assert (advice in error) == told
+    assert ("To need a tenth less" in error) != told
+
+
 def test_an_unknown_device_or_model_gets_what_holds_for_all() -> None:
     error = str(out_of_memory(policy(), Path("nowhere"), 1, DeviceUse("Abacus", 8 * GIB, 8 * GIB)))
     assert "Offload more modules, or use smaller microbatches (the device Abacus is not" in error
