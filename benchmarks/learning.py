@@ -44,6 +44,8 @@ def read_run(run_dir: Path) -> dict[str, Any]:
         seconds = metrics[-1]["time"] - metrics[0]["time"]
         summary = {"seed": seed, "steps": metrics[-1]["step"], "wall_seconds": seconds, "memory": {}}
     validations = [each for each in metrics if each["prefix"] == "validation"]
+    if not validations:
+        raise SystemExit(f"{run_dir}: the run was never validated")
     metric = next(name for name in METRICS if name in validations[0]["metrics"])
     steps = [each["metrics"] for each in metrics if each["prefix"] == "train"]
     names = [name for name in steps[0] if name.startswith("timing/")]
@@ -114,6 +116,8 @@ def main() -> int:
         run["evaluation"] = read_evaluation(run_dir)
     if not options.samples:
         runs = [{**run, "samples": []} for run in runs]
+        for found in (run["evaluation"] for run in runs if "evaluation" in run):
+            found["samples"] = []
     about = {
         "experiment": "learning",
         "commit": environment()["commit"],

@@ -527,11 +527,14 @@ def learning(name: str, result: Result, folder: str) -> Iterator[str]:
         yield row
     yield f"\n![validation by step](../benchmarks/results/{folder}/{name}.png)\n"
     if evaluated:
-        yield "| problem | after |"
-        yield "|---|---|"
-    for sample in (each for found in evaluated for each in found["samples"]):
-        said = f"{_one_line(sample['response'])} ({sample['reward']:g})"
-        yield f"| {_one_line(sample['prompt'].split('user')[-1])} | {said} |"
+        yield "| run | problem | answered afterwards |"
+        yield "|---|---|---|"
+    for run in result["runs"]:
+        for sample in run.get("evaluation", {"samples": []})["samples"]:
+            problem, said = _one_line(sample["prompt"].split("user")[-1]), _one_line(sample["response"])
+            yield f"| {run['name']} | {problem} | {said} ({sample['reward']:g}) |"
+    if evaluated:
+        yield ""
     shown = [each for run in result["runs"] for each in run["samples"]]
     if shown:
         yield "| problem | before | after |"

@@ -265,6 +265,8 @@ def run(options: argparse.Namespace) -> int:
     data: dict[str, Any] = {"experiment": experiment, "optimizer": options.optimizer, "sequence": {}, "layers": {}}
     if path.exists():
         data |= json.loads(path.read_text(encoding="utf-8"))
+        if data.get("overrides", []) != options.set:
+            raise SystemExit(f"{path} is of other settings: {data['overrides']}. Give another --name.")
         keep_commit(data)
     ((machine,), _) = in_process({"describe": True, **of_all})
     data |= machine | {"command": command()}

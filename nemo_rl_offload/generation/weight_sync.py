@@ -38,7 +38,7 @@ from nemo_rl_offload.cluster.worker_group import Stored
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.megatron.build.vocabulary import exported_weights
 from nemo_rl_offload.megatron.runtime.quiet import quiet
-from nemo_rl_offload.specs.allocator import EXPANDABLE, FIXED, allocator_settings
+from nemo_rl_offload.specs.allocator import allocator_settings, expands, without_expanding
 from nemo_rl_offload.specs.lora import is_adapter
 
 if TYPE_CHECKING:
@@ -167,14 +167,14 @@ def device_buffer() -> Tensor:
     if not torch.cuda.is_available():
         return torch.empty(DEVICE_BUCKET_BYTES, dtype=torch.uint8)
     _, there = allocator_settings()
-    set_allocator: Any = torch.cuda.memory._set_allocator_settings
-    if EXPANDABLE in there:
-        set_allocator(there.replace(EXPANDABLE, FIXED))
+    if not expands(there):
+        return torch.empty(DEVICE_BUCKET_BYTES, dtype=torch.uint8, device="cuda")
+    set_allocator: Any = torch._C._accelerator_setAllocatorSettings
+    set_allocator(without_expanding(there))
     try:
         return torch.empty(DEVICE_BUCKET_BYTES, dtype=torch.uint8, device="cuda")
     finally:
-        if EXPANDABLE in there:
-            set_allocator(there)
+        set_allocator(there)
 
 
 class Assembler:

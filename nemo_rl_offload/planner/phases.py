@@ -323,6 +323,10 @@ def _remedy(job: Job, phase: Phase, training_fits: bool) -> str:
         path = "policy.megatron_cfg.optimizer"
         if job.optimizer.could_read_gradients and phase.peak_bytes - phase.parts[GRADIENT_COPIES] <= job.budget_bytes:
             return f"Set {path}.use_precision_aware_optimizer=true: gradients are then read as they are."
+        with_wide = phase.peak_bytes - phase.parts.get(GRADIENT_COPIES, 0) + phase.parts["gradients"]
+        if GRADIENT_COPIES in phase.parts and with_wide <= job.budget_bytes:
+            key = "policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32"
+            return f"Set {key}=true: no copies then, and {gib(phase.parts['gradients'])} more in training."
         sets = f"Set {path}.optimizer_cpu_offload=true {path}.optimizer_offload_fraction={share:g} for that."
         if share > 1:
             return "With all of the optimizer on the host there is too little too."

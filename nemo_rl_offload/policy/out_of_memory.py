@@ -17,7 +17,7 @@ from nemo_rl_offload.planner.plan import JobPlan, make_plan
 from nemo_rl_offload.planner.search.choice import fullest_stage, surely_fits
 from nemo_rl_offload.planner.search.suggestions import FUSED, smaller_microbatches
 from nemo_rl_offload.planner.simulate.simulated_step import highest_peak, module_rows, run_configured
-from nemo_rl_offload.specs.allocator import EXPANDABLE, allocator_settings
+from nemo_rl_offload.specs.allocator import EXPANDABLE, allocator_settings, expands
 from nemo_rl_offload.specs.catalogue import load_model_shape
 from nemo_rl_offload.specs.devices import recognise
 from nemo_rl_offload.specs.out_of_memory import is_out_of_memory, out_of_memory_error
@@ -84,7 +84,7 @@ class DeviceUse:
     @property
     def is_fragmented(self) -> bool:
         """Whether much lies unused between tensors, and torch was not told to avoid that."""
-        return not self.refused and self._has_unused and EXPANDABLE not in allocator_settings()[1]
+        return not self.refused and self._has_unused and not expands(allocator_settings()[1])
 
 
 def device_use(error: BaseException) -> DeviceUse:
@@ -164,7 +164,7 @@ def _less_between(policy: PolicyConfig, use: DeviceUse) -> Iterator[str]:
         entry = f"{MEGATRON}.env_vars: {name}: {value}"
         if not there and not policy["megatron_cfg"]["env_vars"]:
             entry = f"'{MEGATRON}.env_vars={{{name}:{value}}}'"
-        yield f"Less may lie there with {entry} (beside vLLM on the same card from Hopper on)."
+        yield f"Less may lie there with {entry}."
 
 
 def _smaller(phase: Phase, policy: PolicyConfig) -> Iterator[str]:

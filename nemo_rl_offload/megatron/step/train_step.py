@@ -76,6 +76,7 @@ def train_step(
         with model.measure("optimizer_step"):
             _leave_room(model)
             _, grad_norm, _ = model.optimizer.step()
+            model.optimizer.zero_grad()  # Megatron's float32 copies of narrower gradients, if there are any
             model.weights_are_whole = not model.chunks[0].ddp_config.overlap_param_gather
             model.quantize_weights()
         model.scheduler.step(increment=1)

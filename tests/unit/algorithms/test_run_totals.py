@@ -72,15 +72,18 @@ def test_peaks_by_phase_and_host_memory_are_the_most() -> None:
     """The workers of a later process hold what those of an earlier one held."""
     before = {
         "peak_device_bytes_by_phase": {"train": 9, "logprobs": 2},
+        "peak_reserved_bytes": 12,
         "host_bytes": {"activations": 4, "optimizer": 7},
     }
     now = {
         "peak_device_bytes_by_phase": {"train": 8, "generation": 3},
+        "peak_reserved_bytes": 11,
         "host_bytes": {"activations": 5, "optimizer": 7},
     }
     assert added({"memory": before}, {"memory": now}) == {
         "memory": {
             "peak_device_bytes_by_phase": {"train": 9, "generation": 3, "logprobs": 2},
+            "peak_reserved_bytes": 12,
             "host_bytes": {"activations": 5, "optimizer": 7},
         }
     }

@@ -24,7 +24,7 @@ from nemo_rl_offload.generation.weight_sync import (
     pack,
     pack_on_device,
 )
-from nemo_rl_offload.specs.allocator import EXPANDABLE, FIXED, VARIABLES
+from nemo_rl_offload.specs.allocator import EXPANDABLE, VARIABLES
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
 DTYPES += [torch.float8_e4m3fn]
@@ -107,13 +107,14 @@ def test_buckets_on_the_device_end_with_their_buffer(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("there", "told"),
     [
-        ("", ["empty"]),
-        (FIXED, ["empty"]),
-        (EXPANDABLE, [FIXED, "empty", EXPANDABLE]),
+        ("", ["cuda"]),
+        ("expandable_segments:False", ["cuda"]),
+        (EXPANDABLE, ["expandable_segments:False", "cuda", EXPANDABLE]),
         (
             f"max_split_size_mb:9,{EXPANDABLE}",
-            [f"max_split_size_mb:9,{FIXED}", "empty", f"max_split_size_mb:9,{EXPANDABLE}"],
+            ["max_split_size_mb:9,expandable_segments:False", "cuda", f"max_split_size_mb:9,{EXPANDABLE}"],
         ),
+        ("expandable_segments : True", ["expandable_segments : False", "cuda", "expandable_segments : True"]),
     ],
 )
 @pytest.mark.parametrize("fails", [False, True])
@@ -122,16 +123,17 @@ def test_what_is_handed_over_lies_in_segments_that_do_not_expand(
 ) -> None:
     said: list[str] = []
 
-    def empty(*_: Any, **__: Any) -> None:
-        said.append("empty")
+    def empty(*_: Any, device: str, **__: Any) -> None:
+        said.append(device)
         if fails:
             raise torch.OutOfMemoryError
 
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(VARIABLES[1], there)
+    monkeypatch.setenv(VARIABLES[0], there)
+    monkeypatch.setenv(VARIABLES[1], "expandable_segments:True,max_split_size_mb:7")  # which torch does not read
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", said.append)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", said.append)
     monkeypatch.setattr(torch, "empty", empty)
     with pytest.raises(torch.OutOfMemoryError) if fails else nullcontext():
         device_buffer()

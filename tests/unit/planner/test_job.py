@@ -36,6 +36,7 @@ _ENGINE = "policy.megatron_cfg.transformer_impl=transformer_engine"
         ((_NARROW, _ENGINE, _AWARE), 2, 0, False),
         ((_NARROW, "policy.precision=float32"), 4, 0, False),
         ((_ENGINE, _AWARE), 4, 0, False),
+        ((_NARROW, _ENGINE, "policy.quant_cfg=NVFP4_DEFAULT_CFG"), 2, 4, False),
     ],
 )
 def test_gradients_that_are_not_float32_are_copied_for_the_update(

@@ -28,6 +28,8 @@ from nemo_rl_offload.policy.out_of_memory import (
 )
 from nemo_rl_offload.policy.residency.phases import Counter, PhasePeaks
 from nemo_rl_offload.policy.worker import PolicyWorker
+from nemo_rl_offload.specs.allocator import EXPANDABLE as ON
+from nemo_rl_offload.specs.allocator import VARIABLES
 from nemo_rl_offload.specs.catalogue import load_model_shape
 from nemo_rl_offload.specs.devices import find_device
 from nemo_rl_offload.specs.out_of_memory import is_out_of_memory
@@ -193,18 +195,15 @@ def test_packs_are_made_smaller_by_their_tokens() -> None:
     assert "train_micro_batch_size" not in error
 
 
-VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-ON = "expandable_segments:True"
-
-
 @pytest.mark.parametrize(
     ("unused", "variables", "others", "said"),
     [
         (2 * GIB, {}, {}, ""),
-        (8 * GIB, {VARIABLES[1]: ON}, {}, ""),
-        (8 * GIB, {VARIABLES[0]: f"max_split_size_mb:9,{ON}"}, {}, ""),
-        (8 * GIB, {}, {}, f"'policy.megatron_cfg.env_vars={{{VARIABLES[1]}:{ON}}}'"),
-        (8 * GIB, {}, {"A": 'a"b$c'}, f"policy.megatron_cfg.env_vars: {VARIABLES[1]}: {ON}"),
+        (8 * GIB, {VARIABLES[0]: ON}, {}, ""),
+        (8 * GIB, {VARIABLES[1]: f"max_split_size_mb:9, {ON}"}, {}, ""),
+        (8 * GIB, {VARIABLES[1]: ON.replace(":", " : ")}, {}, ""),
+        (8 * GIB, {}, {}, f"'policy.megatron_cfg.env_vars={{{VARIABLES[0]}:{ON}}}'"),
+        (8 * GIB, {}, {"A": 'a"b$c'}, f"policy.megatron_cfg.env_vars: {VARIABLES[0]}: {ON}"),
         (
             *(8 * GIB, {VARIABLES[1]: "max_split_size_mb:9"}, {}),
             f"policy.megatron_cfg.env_vars: {VARIABLES[1]}: max_split_size_mb:9,{ON}",
@@ -227,10 +226,10 @@ def test_memory_between_tensors_is_told_with_the_variable(
     use = replace(H100, unused_bytes=unused)
     errors = [out_of_memory(before, Path("nowhere"), 1, use), out_of_memory_while("evaluating", before, use)]
     for text in map(str, errors):
-        told = f"8.0 GiB lay unused between tensors. Less may lie there with {said} (beside vLLM on the same card from"
+        told = f"8.0 GiB lay unused between tensors. Less may lie there with {said}."
         assert told in text if said else "unused" not in text
     if said.startswith("'"):
-        assert policy(said.strip("'"))["megatron_cfg"]["env_vars"] == {VARIABLES[1]: ON}
+        assert policy(said.strip("'"))["megatron_cfg"]["env_vars"] == {VARIABLES[0]: ON}
 
 
 def test_what_lies_unused_is_asked_for_when_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,6 +248,10 @@ def test_what_lies_unused_is_asked_for_when_there_is_no_room(monkeypatch: pytest
     outer = RuntimeError("a step failed")
     outer.__cause__ = error
     assert module.device_use(outer) == replace(use, refused=told)
+    long = module.device_use(RuntimeError("CUDA_ERROR_OUT_OF_MEMORY " + 1000 * "x")).refused
+    assert long == f"{('CUDA_ERROR_OUT_OF_MEMORY ' + 1000 * 'x')[:300]}."
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (79 * GIB, 79 * GIB))
+    assert module.device_use(outer).others_bytes == 0
 
 
 def test_a_library_without_room_beside_torchs_cache_is_named() -> None:
@@ -480,6 +483,8 @@ def test_a_worker_explains_what_libraries_raise(
     with pytest.raises(ResourceError, match=rf"out of device memory {doing}: torch held up to 77\.0 GiB") as caught:
         call()
     assert caught.value.__cause__ is error
+    told = str(caught.value)
+    assert ("It was a library that found no room" in told) == (not isinstance(error, torch.OutOfMemoryError))
 
 
 @pytest.mark.parametrize("error", [RuntimeError(OTHER_ERRORS[0])], indirect=True)

@@ -5,7 +5,10 @@ import pytest
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.config.rules.machine import SET_BY_GROUP
 from nemo_rl_offload.policy.model_workers import without_offloading, worker_env
-from nemo_rl_offload.specs.allocator import EXPANDABLE, FIXED, VARIABLES
+from nemo_rl_offload.specs.allocator import EXPANDABLE, VARIABLES
+
+FIXED = "expandable_segments:False"
+THEIRS, OLDER = VARIABLES[1], VARIABLES[0]
 
 
 @pytest.mark.parametrize(
@@ -21,7 +24,7 @@ from nemo_rl_offload.specs.allocator import EXPANDABLE, FIXED, VARIABLES
 )
 def test_worker_env(overrides: list[str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    monkeypatch.setenv(VARIABLES[1], "max_split_size_mb:512")
+    monkeypatch.setenv(OLDER, "max_split_size_mb:512")
     paths = [f"policy.megatron_cfg.{text}" for text in overrides]
     policy: Any = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", paths)["policy"]
     assert worker_env(policy) == expected
@@ -30,12 +33,15 @@ def test_worker_env(overrides: list[str], expected: dict[str, str], monkeypatch:
 @pytest.mark.parametrize(
     ("there", "own", "expected"),
     [
-        ({}, {}, {VARIABLES[1]: EXPANDABLE}),
-        ({VARIABLES[0]: "", VARIABLES[1]: ""}, {"A": "b"}, {VARIABLES[1]: EXPANDABLE}),
-        ({VARIABLES[0]: "max_split_size_mb:512"}, {}, {}),
-        ({VARIABLES[1]: FIXED}, {}, {}),
-        ({}, {VARIABLES[0]: FIXED}, {VARIABLES[0]: FIXED}),
-        ({VARIABLES[1]: FIXED}, {VARIABLES[1]: EXPANDABLE}, {VARIABLES[1]: EXPANDABLE}),
+        ({}, {}, {OLDER: EXPANDABLE}),
+        ({OLDER: "", THEIRS: ""}, {"A": "b"}, {OLDER: EXPANDABLE}),
+        ({OLDER: "", THEIRS: FIXED}, {}, {OLDER: EXPANDABLE}),  # torch reads the first alone
+        ({THEIRS: ""}, {}, {THEIRS: EXPANDABLE}),
+        ({THEIRS: "max_split_size_mb:512"}, {}, {}),
+        ({OLDER: FIXED}, {}, {}),
+        ({OLDER: FIXED, THEIRS: ""}, {}, {}),
+        ({}, {THEIRS: FIXED}, {THEIRS: FIXED}),
+        ({OLDER: FIXED}, {OLDER: EXPANDABLE}, {OLDER: EXPANDABLE}),
     ],
 )
 def test_segments_expand_where_the_user_says_nothing_of_the_allocator(

@@ -137,13 +137,26 @@ def test_before_its_first_update_alone_a_process_leaves_libraries_room(
     build: Callable[[], MegatronModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NCCL's communicators and kernels' code get nothing of what torch's cache holds."""
-    model, loss, emptied = build(), build_loss("nll", {}), list[bool]()
+    model, loss, done = build(), build_loss("nll", {}), list[str]()
+    assert model.optimizer is not None
+    step = model.optimizer.step
+    monkeypatch.setattr(model.optimizer, "step", lambda: (done.append("step"), step())[1])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(model.optimizer is not None))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
     batch = make_batch()
     for _ in range(3):
         train_step(model, batch, loss, normalizers(batch), 4, HEADS)
-    assert emptied == [True]
+    assert done == ["emptied", "step", "step", "step"]
+
+
+def test_a_step_leaves_no_gradients_of_the_optimizers_own(build: Callable[[], MegatronModel]) -> None:
+    """They are copies in float32 where a model's gradients are narrower: 4 bytes a parameter, until the next step."""
+    model, batch = build(), make_batch()
+    train_step(model, batch, build_loss("nll", {}), normalizers(batch), 4, HEADS)
+    assert model.optimizer is not None
+    weights = [weight for group in model.optimizer.param_groups for weight in group["params"]]
+    assert weights
+    assert not [weight for weight in weights if weight.grad is not None]
 
 
 def test_masked_samples_and_padding_change_nothing(build: Callable[[], MegatronModel]) -> None:
