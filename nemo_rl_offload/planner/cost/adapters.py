@@ -5,9 +5,11 @@ sum, which is saved; with an adapter for each part, the parts before they are pu
 after that linear is not there yet. Without adapters a linear's output is the only one, and backward takes more.
 """
 
+from functools import cache
+
 from nemo_rl_offload.planner.cost.storages import LayerContext
 from nemo_rl_offload.specs.lora import Adapted, Adapters, adapted
-from nemo_rl_offload.specs.model_shape import LayerKind
+from nemo_rl_offload.specs.model_shape import LayerKind, ModelShape
 
 
 def adapters_bytes(context: LayerContext, kind: LayerKind, adapters: Adapters | None, *, saves: bool) -> int:
@@ -15,9 +17,15 @@ def adapters_bytes(context: LayerContext, kind: LayerKind, adapters: Adapters | 
     what its forward takes without them."""
     if adapters is None:
         return 0
-    layer = context.shape.all_kinds.index(kind)
-    found = adapted(context.shape, adapters.targets, adapters.excluded)
-    return max((_made_by(context, one, saves) for one in found if one.linear.layer == layer), default=0)
+    found = _of_kind(context.shape, kind, adapters)
+    return max((_made_by(context, one, saves) for one in found), default=0)
+
+
+@cache  # a search for a layout asks thousands of times
+def _of_kind(shape: ModelShape, kind: LayerKind, adapters: Adapters) -> tuple[Adapted, ...]:
+    layer = shape.all_kinds.index(kind)
+    found = adapted(shape, adapters.targets, adapters.excluded)
+    return tuple(one for one in found if one.linear.layer == layer)
 
 
 def _made_by(context: LayerContext, one: Adapted, saves: bool) -> int:
