@@ -275,11 +275,12 @@ def lacking(job: Job, step: SimulatedStep, *, training_fits: bool = True) -> Ite
     """What is missing beside the training step: on the host, and in phases that no choice of modules changes. The
     optimizer's share on the host that its own step asks for is named where training asks for no other."""
     yield from _lacking_on_host(job, host_use(job, step))
+    room_bytes = job.budget_bytes - max(map(step.peak_bytes, range(len(step.stages))))
     for rank, phase in fullest(job, step):
         if phase.name != "training" and phase.peak_bytes > job.budget_bytes:
             yield (
                 f"{phase.name} on stage {rank}: {gib(phase.peak_bytes)}, {gib(phase.peak_bytes - job.budget_bytes)} "
-                f"more than there is. {_remedy(job, phase, training_fits)}"
+                f"more than there is. {_remedy(job, phase, training_fits, room_bytes)}"
             ).rstrip()
 
 
@@ -311,7 +312,8 @@ def _listed(sizes: dict[str, int]) -> str:
     return ", ".join(f"{name} {gib(size)}" for name, size in sizes.items())
 
 
-def _remedy(job: Job, phase: Phase, training_fits: bool) -> str:
+def _remedy(job: Job, phase: Phase, training_fits: bool, room_bytes: int) -> str:
+    """`room_bytes` is what training leaves."""
     if "vLLM's engine" in phase.parts:
         left = job.budget_bytes - phase.peak_bytes + phase.parts["vLLM's engine"]
         share = max(0.0, left / job.device.memory_bytes)
@@ -319,18 +321,7 @@ def _remedy(job: Job, phase: Phase, training_fits: bool) -> str:
     if phase.name == "generation":
         return "Lower policy.generation_batch_size."
     if phase.name == UPDATE:
-        share = _least_share_on_host(job, phase)
-        path = "policy.megatron_cfg.optimizer"
-        if job.optimizer.could_read_gradients and phase.peak_bytes - phase.parts[GRADIENT_COPIES] <= job.budget_bytes:
-            return f"Set {path}.use_precision_aware_optimizer=true: gradients are then read as they are."
-        with_wide = phase.peak_bytes - phase.parts.get(GRADIENT_COPIES, 0) + phase.parts["gradients"]
-        if GRADIENT_COPIES in phase.parts and with_wide <= job.budget_bytes:
-            key = "policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32"
-            return f"Set {key}=true: no copies then, and {gib(phase.parts['gradients'])} more in training."
-        sets = f"Set {path}.optimizer_cpu_offload=true {path}.optimizer_offload_fraction={share:g} for that."
-        if share > 1:
-            return "With all of the optimizer on the host there is too little too."
-        return sets if training_fits else ""
+        return _remedy_of_update(job, phase, training_fits, room_bytes)
     of_pass = sum(phase.parts.get(name, 0) for name in ("one layer's forward", job.head_name))
     tokens = job.passes.teacher_tokens if "teacher" in phase.parts else job.passes.logprob_tokens
     fused = "set policy.megatron_cfg.use_fused_linear_logprobs=true" if job.makes_logits else ""
@@ -339,6 +330,27 @@ def _remedy(job: Job, phase: Phase, training_fits: bool) -> str:
     if tokens <= job.sequence:
         return f"S{fused[1:]}."
     return f"Lower {_key_of_pass(job, phase)}{', or ' if fused else ''}{fused}."
+
+
+def _remedy_of_update(job: Job, phase: Phase, training_fits: bool, room_bytes: int) -> str:
+    path, gradients = "policy.megatron_cfg.optimizer", phase.parts["gradients"]
+    without = Phase(phase.name, {name: size for name, size in phase.parts.items() if name != GRADIENT_COPIES})
+    aware = f"{path}.use_precision_aware_optimizer=true"
+    if job.optimizer.could_read_gradients and without.peak_bytes <= job.budget_bytes:
+        return f"Set {aware}: gradients are then read as they are."
+    if without != phase and gradients <= min(room_bytes, job.budget_bytes - without.peak_bytes):
+        key = "policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32"
+        return f"Set {key}=true: no copies then, and {gib(gradients)} more in training."
+    both = f"{aware} " if job.optimizer.could_read_gradients else ""
+    share = _least_share_on_host(job, phase)
+    if share > 1 and both:
+        share = _least_share_on_host(job, without)
+    else:
+        both = ""
+    if share > 1:
+        return "With all of the optimizer on the host there is too little too."
+    sets = f"Set {both}{path}.optimizer_cpu_offload=true {path}.optimizer_offload_fraction={share:g} for that."
+    return sets if training_fits else ""
 
 
 def _key_of_pass(job: Job, phase: Phase) -> str:

@@ -346,14 +346,35 @@ def test_narrow_gradients_are_copied_to_float32_while_the_optimizer_steps() -> N
 def test_an_optimizer_that_reads_narrow_gradients_is_proposed_where_copies_have_no_room(could_read: bool) -> None:
     """Where it is not allowed, float32 gradients take 2 bytes a parameter less in the step, and 2 more before it."""
     told = {}
-    for memory_gib in (30, 40, 50, 70):
+    for memory_gib in (30, 40, 60, 70):
         optimizer = replace(NARROW, could_read_gradients=could_read)
-        job = seven_billion(optimizer=optimizer, memory_bytes=memory_gib * GIB)
+        job = seven_billion(optimizer=optimizer, sequence=1024, memory_bytes=memory_gib * GIB)
         found = "".join(each for each in lacking(job, run_nothing(job)) if each.startswith("optimizer step"))
         assert bool(found) == (memory_gib < 70)
         told[memory_gib] = re.findall("use_precision_aware_optimizer=true|grad_reduce_in_fp32=true", found)
     reads, wide = ["use_precision_aware_optimizer=true"], ["grad_reduce_in_fp32=true"]
-    assert told == {30: [], 40: reads if could_read else [], 50: reads if could_read else wide, 70: []}
+    assert told == {30: [], 40: reads if could_read else [], 60: reads if could_read else wide, 70: []}
+
+
+def test_what_is_proposed_leaves_training_its_room() -> None:
+    """Float32 gradients are there in training too, where they moved the shortage."""
+    optimizer = replace(NARROW, could_read_gradients=False)
+    job = seven_billion(optimizer=optimizer, sequence=1024, memory_bytes=60 * GIB)
+    step = run_nothing(job)
+    assert "grad_reduce_in_fp32=true" in "".join(lacking(job, step))
+    full = replace(job, memory_bytes=step.peak_bytes(0) + GIB)
+    assert "grad_reduce_in_fp32=true" not in "".join(lacking(full, step))
+
+
+def test_both_keys_are_proposed_where_neither_is_enough() -> None:
+    optimizer = replace(NARROW, share_on_host=0.25, could_read_gradients=True)
+    job = seven_billion(optimizer=optimizer, memory_bytes=40 * GIB)
+    (said,) = [each for each in lacking(job, run_nothing(job)) if each.startswith("optimizer step")]
+    found = re.search(r"use_precision_aware_optimizer=true \S+cpu_offload=true \S+fraction=([\d.]+) for that", said)
+    assert found, said
+    aware = Optimizer(gradient_bytes=2, master_bytes=2, share_on_host=float(found[1]))
+    changed = replace(job, optimizer=aware)
+    assert not [each for each in lacking(changed, run_nothing(changed)) if each.startswith("optimizer step")]
 
 
 @pytest.mark.slow
