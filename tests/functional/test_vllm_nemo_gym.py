@@ -193,9 +193,19 @@ def make_parsers(**chat: Any) -> tuple[ChatParsers, Any]:
     return ChatParsers(cfg, tokenizer, "policy"), tokenizer
 
 
-def test_a_call_has_the_same_name_each_time_and_half_a_call_is_text(capfd: pytest.CaptureFixture[str]) -> None:
-    """vLLM draws names of calls, which templates may write, and prints a traceback for a call that it cannot read."""
-    parsers, tokenizer = make_parsers(tool_parser="hermes")
+@pytest.fixture
+def hermes() -> tuple[ChatParsers, Any]:
+    return make_parsers(tool_parser="hermes")
+
+
+def test_a_call_has_the_same_name_each_time_and_half_a_call_is_text(
+    hermes: tuple[ChatParsers, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM draws names of calls, which templates may write, and prints a traceback for a call that it cannot read.
+
+    `hermes` before `capfd`: where vLLM is imported, absl closes the standard error that it knows and `sys` does not.
+    """
+    parsers, tokenizer = hermes
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
     asked = {"messages": [{"role": "user", "content": "1?"}], "tools": tools}
     whole, half = (
