@@ -14,7 +14,7 @@ import json
 import operator
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from difflib import get_close_matches
@@ -76,8 +76,9 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "max": max,
 }
 """NeMo-RL's functions in interpolations, like `${mul:${a},${b}}`."""
+_FUNCTION = re.compile(rf"\$\{{(?:{'|'.join(_ARITHMETIC)}):")
 _LONGEST_PATH = 4000
-"""The folder of NeMo-RL's examples whose recipes train quantised weights."""
+"""Characters of a name that is looked for."""
 _MAX_FILES = 100
 """Of a configuration, those that it inherits from included, each as often as it is named."""
 _MAX_INTERPOLATED, _MAX_MARKS = 1 << 16, 200
@@ -160,7 +161,32 @@ def _resolve(config: dict[str, Any], path: str | Path) -> tuple[dict[str, Any], 
         if isinstance(value, str) and _is_too_long(value):
             raise ConfigError(f"{path}: {key}: {_TOO_LONG}")
     with _bounded(str(path)):
-        return _resolved(OmegaConf.create(config), config, path)
+        values, unresolved = _resolved(OmegaConf.create(_interpolated(config)), config, path)
+    return _completed(config, values), unresolved
+
+
+def _interpolated(config: dict[str, Any]) -> dict[str, Any]:
+    """Values with interpolations, and those that they name, in their sections; all where a name is not written out.
+
+    The others are most, and would take OmegaConf as long.
+    """
+    made_of = references(config)
+    texts = [value for _, value in nodes(config) if isinstance(value, str)]
+    num_names = sum(text.count("${") - len(_FUNCTION.findall(text)) for text in texts)
+    is_written_out = num_names == sum(map(len, made_of.values()))
+    return _part(config, "", {*made_of}.union(*made_of.values())) if is_written_out else config
+
+
+def _part(section: Mapping[str, Any], path: str, kept: Collection[str]) -> dict[str, Any]:
+    """Of a section what is kept, whole."""
+    found = {}
+    for key, value in section.items():
+        inner = f"{path}.{key}" if path else str(key)
+        if inner in kept:
+            found[key] = value
+        elif any(each.startswith(f"{inner}.") for each in kept):
+            found[key] = _part(value, inner, kept) if isinstance(value, Mapping) else value
+    return found
 
 
 def _is_too_long(value: str) -> bool:

@@ -1,8 +1,8 @@
 """What the schema's sections are made of: ranges of numbers, defaults, and the words that describe a type to a user."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import reduce
+from functools import cache, reduce
 from operator import getitem
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
@@ -64,8 +64,13 @@ def forwarded(section: Any, *, unless_null: bool) -> tuple[str, ...]:
     return tuple(key for key, declared in _declared(section).items() if Forwarded(unless_null) in _markers(declared))
 
 
-def _declared(annotation: Any) -> dict[str, Any]:
-    return get_type_hints(annotation, include_extras=True) if is_typeddict(annotation) else {}
+def _declared(annotation: Any) -> Mapping[str, Any]:
+    return _hints(annotation) if is_typeddict(annotation) else {}
+
+
+@cache
+def _hints(section: type) -> Mapping[str, Any]:
+    return get_type_hints(section, include_extras=True)
 
 
 def _markers(declared: Any) -> tuple[Any, ...]:

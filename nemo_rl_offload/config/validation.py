@@ -98,10 +98,15 @@ def check_config(
     """
     found = examine(raw, run_here=run_here)
     if found.config is None:
-        error = ConfigError(summary(source, found.problems))
-        error.problems = [asdict(problem) for problem in found.problems]
-        raise error
+        raise refusal(source, found.problems)
     return CheckedConfig(found.config, found.summed_up)
+
+
+def refusal(source: str, problems: Sequence[Problem]) -> ConfigError:
+    """All problems as one error, which also has them one by one."""
+    error = ConfigError(summary(source, problems))
+    error.problems = [asdict(problem) for problem in problems]
+    return error
 
 
 def summary(source: str, problems: Sequence[Problem]) -> str:

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
-from nemo_rl_offload.config.validation import CheckedConfig, check_config, examine
+from nemo_rl_offload.config.validation import CheckedConfig, examine, refusal
 from nemo_rl_offload.errors import ConfigError
 
 MakeModel = Callable[..., Path]
@@ -79,7 +79,7 @@ def check(tiny: Callable[..., dict[str, Any]]) -> Check:
         values = tiny(*overrides)
         found = examine(values, run_here=run_here)
         if found.config is None:
-            return check_config(values, "tiny.yaml", run_here=run_here)
+            raise refusal("tiny.yaml", found.problems)
         return CheckedConfig(found.config, [str(warning) for warning in found.warnings])
 
     return check

@@ -1,3 +1,4 @@
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -358,6 +359,36 @@ def test_interpolations_that_cannot_be_resolved_are_reported_together(tmp_path: 
     with pytest.raises(ConfigError) as caught:
         load_config(path, ["x=1"])
     assert len(str(caught.value).splitlines()) == 4
+
+
+TEXTS = st.sampled_from(
+    [
+        *("${%s}", "x${%s}y", "\\${%s}", "${.%s}", "${..%s}", "${%s[0]}", "${${%s}}", "${%s", "${mul:${%s},2}"),
+        *("${add:${%s},${n}}", "${max:${mul:${%s},2},${n}}", "${oc.select:%s,3}", "${oc.env:HOME}${%s}", "x"),
+    ]
+)
+NAMES = st.sampled_from(["a", "b", "c", "c.0", "c.0.d", "d", "d.e", "d.f", "d.e.x", "n", "empty", "none.x", "none"])
+
+
+@given(given=st.lists(st.builds(lambda text, name: text.replace("%s", name), TEXTS, NAMES), min_size=5, max_size=5))
+@settings(max_examples=60, deadline=None)
+def test_what_no_interpolation_names_changes_none(tmp_path_factory: pytest.TempPathFactory, given: list[str]) -> None:
+    """OmegaConf gets a part of the file, and makes of it what it makes of the whole."""
+    a, b, item, e, f = given
+    values = {"a": a, "b": b, "c": [{"d": item}, 3], "d": {"e": e, "f": {"g": f, "h": 2}}, "n": 3, "none": None}
+    path = write(tmp_path_factory.mktemp("part"), top=yaml.safe_dump({**values, "empty": {}, "d.e": 4}))
+
+    def outcome() -> object:
+        try:
+            found = read_config(path)
+        except ConfigError as error:
+            return str(error)
+        return json.dumps(found.values), found.unresolved
+
+    in_part = outcome()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(loader, "_interpolated", lambda config: config)
+        assert outcome() == in_part
 
 
 def test_interpolations_see_overrides(sample: Callable[..., dict[str, Any]]) -> None:
