@@ -104,7 +104,8 @@ def predict(run: Run, device: Device) -> tuple[int, float]:
         (stage,) = build_stages(job, run.modules)
         schedule = pipeline_schedule(run.num_ahead, job.num_microbatches)
         transfers = Transfers(job_link(job), max_inflight_bytes=run.max_inflight_bytes)
-        (actions,) = steady_state_actions([stage], schedule[:1], transfers.link)
+        lets_wait = run.max_inflight_bytes is not None
+        (actions,) = steady_state_actions([stage], schedule[:1], transfers.link, lets_wait=lets_wait)
         (own,) = stage.segments(actions)
         alike = Segment(sum(each.forward_ms for each in own), sum(each.backward_ms for each in own))
         timeline = simulate(schedule, [[own], *[[[alike]]] * (run.num_ahead - 1)], transfers)

@@ -174,18 +174,20 @@ def _interpolated(config: dict[str, Any]) -> dict[str, Any]:
     texts = [value for _, value in nodes(config) if isinstance(value, str)]
     num_names = sum(text.count("${") - len(_FUNCTION.findall(text)) for text in texts)
     is_written_out = num_names == sum(map(len, made_of.values()))
-    return _part(config, "", {*made_of}.union(*made_of.values())) if is_written_out else config
+    if not is_written_out:
+        return config
+    kept = {*made_of}.union(*made_of.values())
+    return _part(config, "", kept, {"", *_above(kept)})
 
 
-def _part(section: Mapping[str, Any], path: str, kept: Collection[str]) -> dict[str, Any]:
-    """Of a section what is kept, whole."""
+def _part(section: Mapping[str, Any], path: str, kept: Collection[str], above: Collection[str]) -> dict[str, Any]:
+    """Of a section what is kept, whole, and the sections above that."""
     found = {}
     for key, value in section.items():
         inner = f"{path}.{key}" if path else str(key)
-        if inner in kept:
-            found[key] = value
-        elif any(each.startswith(f"{inner}.") for each in kept):
-            found[key] = _part(value, inner, kept) if isinstance(value, Mapping) else value
+        if inner in above:
+            is_whole = inner in kept or not isinstance(value, Mapping)
+            found[key] = value if is_whole else _part(value, inner, kept, above)
     return found
 
 

@@ -144,6 +144,11 @@ class Copies:
         """How much may be under way one way; `given` is a bound, or None."""
         return bound_bytes(given, self._largest_bytes)
 
+    @property
+    def own_bound_bytes(self) -> int | None:
+        """The bound on copies out where none is given."""
+        return self.bound_bytes(None) if self._max_inflight_bytes is None else None
+
     def room_for_reloads(self, given: int | None) -> int:
         """How many bytes may be brought back ahead of backward now; `given` as above."""
         room_bytes = self.bound_bytes(given) - self.unused_bytes

@@ -162,7 +162,7 @@ class OffloadEngine:
             goes with it.
         min_tensor_elements: the same as a number of elements; a tensor is moved where it reaches both.
         max_inflight_bytes: device memory that copies out may hold before the compute stream waits for them. None:
-            1 GiB, or two of the largest groups where that is more.
+            1 GiB, or two of the largest groups where that is more; and what it would wait for too long stays.
         max_inflight_groups: commits of one module whose copies may be under way; None for any number.
         max_prefetch_bytes: device memory for groups reloaded ahead of the one that backward has reached; None likewise.
         selection: what stays on the device although it is saved in a region.
@@ -412,7 +412,8 @@ class OffloadEngine:
         return self._order.goes_on(slot.pass_, (region.module, region.layer))
 
     def _learn(self, groups: list[GroupTimes], boundaries_ms: list[float]) -> None:
-        self._selection.learn(groups, boundaries_ms, self._timing)
+        bound_bytes = self._copies.own_bound_bytes if self._auto is None else None
+        self._selection.learn(groups, boundaries_ms, self._timing, bound_bytes, self._backend.unused_bytes)
 
     def _collect(self) -> None:
         """Clean up after slots that died since the last call. When none is left, a step may have ended."""

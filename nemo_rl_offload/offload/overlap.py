@@ -4,10 +4,14 @@ Pure arithmetic, of what the engine measured or the planner simulated.
 """
 
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Hashable, Sequence
+from math import inf
 from typing import NamedTuple
 
 MIN_BOUND_BYTES = 1 << 30
+MOST_WAITED = 0.005
+"""Of a step's compute, that it may wait for copies out."""
 
 
 def bound_bytes(given: int | None, largest_bytes: int) -> int:
@@ -20,33 +24,89 @@ def bound_bytes(given: int | None, largest_bytes: int) -> int:
 
 
 class Visit(NamedTuple):
-    """One group in a recorded step: committed, reached by backward, and its copies' durations, all in ms; `forward`
-    is the same for the groups of one forward."""
+    """One group in a recorded step: committed, reached by backward, and its copies' durations, all in ms of compute
+    without waits; `forward` is the same for the groups of one forward, `key` for those that move or stay together."""
 
     committed_ms: float
     reached_ms: float
     out_ms: float
     in_ms: float
     forward: Hashable = 0
+    key: Hashable = None
 
 
-def fit_overlap(visits: Sequence[Visit], boundaries_ms: Sequence[float]) -> list[bool]:
-    """Whether each visit, in order of commit, can leave the device and be back in time.
+def fit_overlap(visits: Sequence[Visit], boundaries_ms: Sequence[float], bound_ms: float = inf) -> set[Hashable]:
+    """The keys that move: each has a visit, in order of commit, that can leave the device and be back in time.
 
     Its copy out starts when those before it are out. Its copy back must end before backward comes, and before the link
     has to turn to the groups that its own forward committed earlier, which are wanted later. Between the end of the
     first and the start of the second there must be two boundaries: one at which the memory is let go, and one at which
     the way back begins. Groups at the end of a forward often have not that much time: their backward follows at once.
     `boundaries_ms` are sorted.
+
+    Copies out for more than `bound_ms` of the link are never under way: compute waits for the oldest. Where a forward
+    makes bytes faster than the link takes them, its first groups alone would fill the link for all of it, with compute
+    waiting behind each. With a bound, a key at which compute would wait stays, once the forward's share of
+    `MOST_WAITED` is spent: what moves is then spread over the layers. A key is decided by the forward, of those with
+    it, that gives the link the least time. In others the device often waits for the host, as in the first of a step:
+    by these, more would move, and the next forward would wait for it.
     """
-    worth = []
-    copied_ms = 0.0
+    if bound_ms == inf:
+        return _moving(visits, boundaries_ms, inf, 0.0)
+    forwards: dict[Hashable, list[Visit]] = {}
+    for visit in visits:
+        forwards.setdefault(visit.forward, []).append(visit)
+    span_ms = boundaries_ms[-1] - boundaries_ms[0] if boundaries_ms else 0.0
+    most_waited_ms = MOST_WAITED * span_ms / max(1, len(forwards))
+    moving: set[Hashable] = set()
+    decided: set[Hashable] = set()
+    for own in sorted(forwards.values(), key=_time_for_the_link):
+        undecided = [visit for visit in own if visit.key not in decided]
+        moving |= _moving(undecided, boundaries_ms, bound_ms, most_waited_ms)
+        decided |= {visit.key for visit in own}
+    return moving
+
+
+def _time_for_the_link(forward: Sequence[Visit]) -> float:
+    """How long a forward is, for each ms of its copies."""
+    copied_ms = sum(visit.out_ms for visit in forward)
+    return (forward[-1].committed_ms - forward[0].committed_ms) / copied_ms if copied_ms else inf
+
+
+def _moving(
+    visits: Sequence[Visit], boundaries_ms: Sequence[float], bound_ms: float, most_waited_ms: float
+) -> set[Hashable]:
+    """The same, where compute may wait for `most_waited_ms` in all."""
+    moving: set[Hashable] = set()
+    staying: set[Hashable] = set()
+    under_way: deque[tuple[float, float]] = deque()  # ends, by a clock that waits too, and durations
+    copied_ms = waited_ms = 0.0
     latest_ms: dict[Hashable, float] = {}  # by forward: when the link must turn to what it brought back so far
-    for committed, reached, out, back, forward in visits:
-        done = max(copied_ms, committed) + out
+    for committed, reached, out, back, forward, key in visits:
+        now = committed + waited_ms
+        done = max(copied_ms, now) + out
         start = min(reached, latest_ms.get(forward, reached)) - back
-        num_inside = bisect_right(boundaries_ms, start) - bisect_left(boundaries_ms, done)
-        worth.append(num_inside >= 2)
-        if worth[-1]:
-            copied_ms, latest_ms[forward] = done, start
-    return worth
+        num_inside = bisect_right(boundaries_ms, start) - bisect_left(boundaries_ms, done - waited_ms)
+        if num_inside < 2 or key in staying:
+            continue
+        wait = _wait_ms(under_way, now, out, bound_ms)
+        if wait > 0 and waited_ms + wait > most_waited_ms and key not in moving:
+            staying.add(key)
+            continue
+        moving.add(key)
+        under_way.append((done, out))
+        copied_ms, latest_ms[forward] = done, start
+        waited_ms += wait
+    return moving
+
+
+def _wait_ms(under_way: deque[tuple[float, float]], now: float, out: float, bound_ms: float) -> float:
+    """How long compute would wait for another copy; forgets those that have ended."""
+    while under_way and under_way[0][0] <= now:
+        under_way.popleft()
+    until, total_ms = now, out + sum(duration for _, duration in under_way)
+    for end, duration in under_way:
+        if total_ms <= bound_ms:
+            break
+        until, total_ms = end, total_ms - duration
+    return until - now

@@ -16,8 +16,8 @@ from nemo_rl_offload.offload.slots import Group, Phase
 from nemo_rl_offload.offload.timing import Timing
 
 LATENCY_MS = 0.03  # a copy is taken for starting this late
-HORIZON = 16  # groups looked at, at least;
-LASTS = 8  # and as many more, so that a plan lasts while backward reaches these
+HORIZON = 40  # groups looked at, at least: a large one may have to start layers of small ones before its turn;
+LASTS = 16  # and as many more, so that a plan lasts while backward reaches these
 
 
 class Prefetch:

@@ -3,8 +3,10 @@
 What `auto` chooses for a budget comes from `memory_budget`, which asks `solver`.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from math import inf, isnan
 
 from nemo_rl_offload.offload.overlap import Visit, fit_overlap
 from nemo_rl_offload.offload.slots import Group, Key, Place, Slot
@@ -22,7 +24,8 @@ class Selection:
       earliest, once the pass's usual length is known.
     - `kept_bytes_per_step` (`delta_offload_bytes_across_pp_ranks` times the pipeline rank): so many bytes stay, of the
       first groups of a step.
-    - What had no time to leave and come back in the last step, and what was copied though something else held it.
+    - What had no time to leave and come back in the last step, or would have let compute wait though the device had
+      room, and what was copied though something else held it.
     """
 
     fraction: float = 1.0
@@ -79,8 +82,19 @@ class Selection:
         self.kept = frozenset(keys)
         self._too_short = frozenset()
 
-    def learn(self, groups: Sequence[GroupTimes], boundaries_ms: Sequence[float], timing: Timing) -> None:
-        """Find the keys none of whose groups had the time to leave and come back, beside those that a plan moves."""
+    def learn(
+        self,
+        groups: Sequence[GroupTimes],
+        boundaries_ms: Sequence[float],
+        timing: Timing,
+        bound_bytes: int | None = None,
+        unused_bytes: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        """Find the keys none of whose groups had the time to leave and come back, beside those that a plan moves.
+
+        With a bound on what is under way also those for which compute would wait too long, while the device has room
+        for them: `unused_bytes` is what nobody needed of it, None where that is not known.
+        """
         visits = []
         groups = [times for times in groups if times.group.key not in self.kept]
         for times in groups:
@@ -88,9 +102,21 @@ class Selection:
             in_ms = timing.copy_ms(times.group.saved_bytes, out=False)
             if out_ms is None or in_ms is None:
                 return
-            reached_ms = times.reached_ms if times.reached_ms == times.reached_ms else float("inf")
+            reached_ms = inf if isnan(times.reached_ms) else times.reached_ms
             forward = id(times.group.pass_)
-            visits.append(Visit(times.committed_ms, reached_ms, out_ms, in_ms, forward))
-        worth = fit_overlap(visits, boundaries_ms)
-        long_enough = {times.group.key for times, moves in zip(groups, worth, strict=True) if moves}
-        self._too_short = frozenset(times.group.key for times in groups) - long_enough
+            visits.append(Visit(times.committed_ms, reached_ms, out_ms, in_ms, forward, times.group.key))
+        moving = fit_overlap(visits, boundaries_ms)
+        if bound_bytes is not None and (bound_ms := timing.copy_ms(bound_bytes, out=True)) is not None:
+            spread = fit_overlap(visits, boundaries_ms, bound_ms)
+            room_bytes = unused_bytes()
+            if room_bytes is None or _most_at_once(groups, moving - spread - self._too_short) <= room_bytes:
+                moving = spread
+        self._too_short = frozenset(times.group.key for times in groups) - moving
+
+
+def _most_at_once(groups: Sequence[GroupTimes], keys: Collection[Hashable]) -> int:
+    """How many bytes the groups of some keys save at a time, at most."""
+    own = [times for times in groups if times.group.key in keys]
+    changes = [(times.committed_ms, times.group.saved_bytes) for times in own]
+    changes += [(times.reached_ms, -times.group.saved_bytes) for times in own if not isnan(times.reached_ms)]
+    return max(accumulate((change for _, change in sorted(changes)), initial=0))

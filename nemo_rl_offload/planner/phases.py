@@ -19,7 +19,7 @@ from nemo_rl_offload.planner.cost.memory import (
 )
 from nemo_rl_offload.planner.cost.storages import LayerContext, Tokens
 from nemo_rl_offload.planner.job import Job
-from nemo_rl_offload.planner.simulate.simulated_step import SimulatedStep
+from nemo_rl_offload.planner.simulate.simulated_step import SimulatedStep, highest_peak
 from nemo_rl_offload.planner.simulate.stages import job_link
 from nemo_rl_offload.specs.lora import Adapters
 from nemo_rl_offload.specs.model_shape import LayerKind
@@ -275,7 +275,7 @@ def lacking(job: Job, step: SimulatedStep, *, training_fits: bool = True) -> Ite
     """What is missing beside the training step: on the host, and in phases that no choice of modules changes. The
     optimizer's share on the host that its own step asks for is named where training asks for no other."""
     yield from _lacking_on_host(job, host_use(job, step))
-    room_bytes = job.budget_bytes - max(map(step.peak_bytes, range(len(step.stages))))
+    room_bytes = job.budget_bytes - highest_peak(step)
     for rank, phase in fullest(job, step):
         if phase.name != "training" and phase.peak_bytes > job.budget_bytes:
             yield (

@@ -102,6 +102,9 @@ class Backend(Protocol):
     def peak_bytes(self) -> int | None:
         """The device memory's highest use since `reset_peak`; None where it is not counted."""
 
+    def unused_bytes(self) -> int | None:
+        """What nobody needed of the device's memory since `reset_peak`; None where it is not counted."""
+
 
 def allocate_pageable(num_bytes: int) -> HostSlab:
     """Plain host memory. Raises MemoryError when the system refuses."""

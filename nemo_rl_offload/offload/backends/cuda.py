@@ -211,6 +211,11 @@ class CudaBackend:
     def peak_bytes(self) -> int | None:
         return torch.cuda.max_memory_allocated(self.device)
 
+    def unused_bytes(self) -> int | None:
+        """What torch's allocator had kept at its peak counts as needed."""
+        free_bytes, _ = torch.cuda.mem_get_info(self.device)
+        return free_bytes + torch.cuda.memory_reserved(self.device) - torch.cuda.max_memory_reserved(self.device)
+
     def _announce(self, pinned: Tensor) -> None:
         """Tell torch's allocator which streams use this memory: it gives it to nobody else before they are done."""
         for stream in (*self._out.streams, *self._in.streams):

@@ -64,3 +64,6 @@ class HostBackend:
 
     def peak_bytes(self) -> int | None:
         return None
+
+    def unused_bytes(self) -> int | None:
+        return None

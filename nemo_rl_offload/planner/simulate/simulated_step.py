@@ -74,15 +74,23 @@ def run_whole_modules(job: Job, modules: Collection[str]) -> SimulatedStep:
 
 
 def run_steady_state(job: Job, modules: Collection[str], fraction: float = 1.0) -> SimulatedStep:
-    """The same as the job's engine does it: this project's keeps what has no time to leave and come back. Of what is
-    left, the earliest `fraction` of each forward's groups is offloaded."""
+    """The same as the job's engine does it: this project's keeps what has no time to leave and come back, and, while
+    the device has room, what compute would wait for. Of what is left, the earliest `fraction` of each forward's
+    groups is offloaded."""
     stages = build_stages(job, modules)
-    actions = all_actions(stages)
-    if job.native_engine:
-        actions = steady_state_actions(stages, job_schedule(job, _num_simulated(job)), job_link(job))
-    return run_stages(
-        job, stages, [earliest_actions(stage, own, fraction) for stage, own in zip(stages, actions, strict=True)]
-    )
+
+    def run(actions: Sequence[Sequence[Action]]) -> SimulatedStep:
+        return run_stages(
+            job, stages, [earliest_actions(stage, own, fraction) for stage, own in zip(stages, actions, strict=True)]
+        )
+
+    if not job.native_engine:
+        return run(all_actions(stages))
+    schedule, link = job_schedule(job, _num_simulated(job)), job_link(job)
+    step = run(steady_state_actions(stages, schedule, link, lets_wait=False))
+    if highest_peak(step) <= job.device.memory_bytes:
+        return step
+    return run(steady_state_actions(stages, schedule, link, lets_wait=True))
 
 
 def run_configured(job: Job) -> SimulatedStep:

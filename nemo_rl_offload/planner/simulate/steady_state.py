@@ -1,13 +1,15 @@
-"""What the engine does with a list of modules: it leaves on the device what has no time to leave and come back.
+"""What the engine does with a list of modules: it leaves on the device what has no time to leave and come back, and
+what compute would wait for too long, while there is room for that.
 
 The engine learns that from a step's times, of which it takes out what compute waited for copies. So what it moves does
 not change what it learns, and one simulation, in which copies take no time, tells what it settles on. Limit: in a
 pipeline, a stage also waits for others that wait for copies, which is not taken out of its times and is neglected here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Hashable, Sequence
+from math import inf
 
-from nemo_rl_offload.offload.overlap import Visit, fit_overlap
+from nemo_rl_offload.offload.overlap import Visit, bound_bytes, fit_overlap
 from nemo_rl_offload.offload.solver import Action, Link
 from nemo_rl_offload.planner.simulate.pipeline_schedule import Schedule
 from nemo_rl_offload.planner.simulate.simulator import Segment, StageTimes, Transfers, simulate
@@ -21,13 +23,16 @@ def all_actions(stages: Sequence[Stage]) -> list[list[Action]]:
     return [[Action.OFFLOAD if record.can_offload else Action.KEEP for record in stage.records()] for stage in stages]
 
 
-def steady_state_actions(stages: Sequence[Stage], schedule: Schedule, link: Link) -> list[list[Action]]:
-    """The same, but for groups that in no microbatch of this schedule have the time to leave and come back."""
+def steady_state_actions(
+    stages: Sequence[Stage], schedule: Schedule, link: Link, *, lets_wait: bool
+) -> list[list[Action]]:
+    """The same, but for groups that in no microbatch of this schedule have the time to leave and come back, and, unless
+    it `lets_wait`, for those behind which compute would wait too long."""
     actions = all_actions(stages)
     segments = [stage.segments(each) for stage, each in zip(stages, actions, strict=True)]
     times = simulate(schedule, segments, _AT_ONCE, with_memory=False).stages
     return [
-        _without(stage, each, _moving(stage_times, own, link))
+        _without(stage, each, _moving(stage_times, own, link, lets_wait))
         for stage, each, stage_times, own in zip(stages, actions, times, segments, strict=True)
     ]
 
@@ -43,7 +48,7 @@ def earliest_actions(stage: Stage, actions: Sequence[Action], fraction: float) -
     return found
 
 
-def _moving(times: StageTimes, segments: Sequence[Sequence[Segment]], link: Link) -> set[tuple[int, int]]:
+def _moving(times: StageTimes, segments: Sequence[Sequence[Segment]], link: Link, lets_wait: bool) -> set[Hashable]:
     """The segments, by chunk and number, that are worth moving in some microbatch."""
     visits = []
     for (chunk, number, microbatch), committed_ms in times.committed_ms.items():
@@ -55,14 +60,16 @@ def _moving(times: StageTimes, segments: Sequence[Sequence[Segment]], link: Link
                 num_bytes / link.out_bytes_per_ms,
                 num_bytes / link.in_bytes_per_ms,
                 (chunk, microbatch),
+                (chunk, number),
             )
         )
     boundaries_ms = sorted([*times.committed_ms.values(), *times.reached_ms.values()])
-    worth = fit_overlap(visits, boundaries_ms)
-    return {key[:2] for key, moves in zip(times.committed_ms, worth, strict=True) if moves}
+    largest = max(segment.offloaded_bytes for chunk in segments for segment in chunk)
+    bound_ms = inf if lets_wait else bound_bytes(None, largest) / link.out_bytes_per_ms
+    return fit_overlap(visits, boundaries_ms, bound_ms)
 
 
-def _without(stage: Stage, actions: Sequence[Action], moving: set[tuple[int, int]]) -> list[Action]:
+def _without(stage: Stage, actions: Sequence[Action], moving: Collection[Hashable]) -> list[Action]:
     """Keep what is in none of these segments."""
     found, remaining = [], iter(actions)
     for chunk, (parts, owners) in enumerate(zip(stage.chunks, stage.owners(actions), strict=True)):

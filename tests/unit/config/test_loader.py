@@ -376,7 +376,7 @@ def test_what_no_interpolation_names_changes_none(tmp_path_factory: pytest.TempP
     """OmegaConf gets a part of the file, and makes of it what it makes of the whole."""
     a, b, item, e, f = given
     values = {"a": a, "b": b, "c": [{"d": item}, 3], "d": {"e": e, "f": {"g": f, "h": 2}}, "n": 3, "none": None}
-    path = write(tmp_path_factory.mktemp("part"), top=yaml.safe_dump({**values, "empty": {}, "d.e": 4}))
+    path = write(tmp_path_factory.mktemp("part"), top=yaml.safe_dump({**values, "empty": {}, "d.e": 4, "": {"h": b}}))
 
     def outcome() -> object:
         try:

@@ -125,6 +125,9 @@ class SimulatedBackend:
     def peak_bytes(self) -> int | None:
         return None
 
+    def unused_bytes(self) -> int | None:
+        return None
+
     def synchronize(self) -> None:
         for operation in list(self._last.values()):
             self.compute_wait(operation)

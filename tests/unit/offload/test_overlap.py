@@ -1,13 +1,24 @@
-from nemo_rl_offload.offload.overlap import Visit, fit_overlap
+from itertools import accumulate
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl_offload.offload.overlap import MOST_WAITED, Visit, fit_overlap
+
+
+def keyed(*visits: Visit) -> list[Visit]:
+    """Each with its number for a key."""
+    return [visit._replace(key=number) for number, visit in enumerate(visits)]
 
 
 def test_a_group_moves_only_when_it_can_be_let_go_at_one_boundary_and_fetched_at_a_later_one() -> None:
     boundaries = [0.0, 10.0, 20.0, 30.0, 40.0]
     early, late = Visit(0, 40, 5, 5), Visit(10, 30, 5, 5)  # copied out at 5, and at 15
-    assert fit_overlap([early, late], boundaries) == [True, False]  # late would have to start back at 25
-    assert fit_overlap([late._replace(out_ms=1, in_ms=1, reached_ms=41)], boundaries) == [True]
-    busy = [early._replace(out_ms=25), late._replace(reached_ms=44)]  # the link is busy until 25, then until 30
-    assert fit_overlap(busy, [*boundaries, 44.0]) == [False, True]  # what stays does not use the link
+    assert fit_overlap(keyed(early, late), boundaries) == {0}  # late would have to start back at 25
+    assert fit_overlap(keyed(late._replace(out_ms=1, in_ms=1, reached_ms=41)), boundaries) == {0}
+    busy = keyed(early._replace(out_ms=25), late._replace(reached_ms=44))  # the link is busy until 25, then until 30
+    assert fit_overlap(busy, [*boundaries, 44.0]) == {1}  # what stays does not use the link
 
 
 def test_what_cannot_come_back_behind_another_is_not_worth_moving() -> None:
@@ -16,6 +27,99 @@ def test_what_cannot_come_back_behind_another_is_not_worth_moving() -> None:
     boundaries = [float(ms) for ms in range(101)]
     first = Visit(0.0, 100.0, 1.0, 50.0)
     second = Visit(1.0, 60.0, 1.0, 50.0)
-    assert fit_overlap([second], boundaries) == [True]
-    assert fit_overlap([first, second], boundaries) == [True, False]
-    assert fit_overlap([first, second._replace(forward=1)], boundaries) == [True, True]
+    assert fit_overlap(keyed(second), boundaries) == {0}
+    assert fit_overlap(keyed(first, second), boundaries) == {0}
+    assert fit_overlap(keyed(first, second._replace(forward=1)), boundaries) == {0, 1}
+
+
+def layers(number: int, forward_ms: float, out_ms: float, num_forwards: int = 1) -> tuple[list[Visit], list[float]]:
+    """Visits of equal layers whose backward takes twice as long, and the boundaries."""
+    visits, boundaries, pass_ms = [], [], 3 * number * forward_ms
+    for forward in range(num_forwards):
+        for layer in range(number):
+            committed = forward * pass_ms + forward_ms * (layer + 1)
+            reached = forward * pass_ms + number * forward_ms + 2 * forward_ms * (number - 1 - layer)
+            visits.append(Visit(committed, reached, out_ms, out_ms, forward, layer))
+            boundaries += [committed, reached]
+    return visits, sorted(boundaries)
+
+
+def waited_ms(visits: list[Visit], moving: set[object], bound_ms: float) -> float:
+    """How long compute waits, by a queue of milliseconds, where these keys move."""
+    queued_ms = waited = last = 0.0
+    for visit in visits:
+        queued_ms = max(0.0, queued_ms - (visit.committed_ms - last))
+        last = visit.committed_ms
+        if visit.key in moving:
+            queued_ms += visit.out_ms
+            waited += max(0.0, queued_ms - bound_ms)
+            queued_ms = min(queued_ms, bound_ms)
+    return waited
+
+
+@pytest.mark.parametrize("num_forwards", [1, 3])
+def test_where_the_link_is_slower_than_the_forward_what_moves_is_spread(num_forwards: int) -> None:
+    """A layer computes for 4 ms and its copy takes 16. Without a bound the first nine of 28 layers leave."""
+    visits, boundaries = layers(28, 4.0, 16.0, num_forwards)
+    assert fit_overlap(visits, boundaries) == set(range(9))
+    moving = fit_overlap(visits, boundaries, 32.0)
+    assert {0, 1} < moving < set(range(28))
+    gaps = [after - before for before, after in zip(sorted(moving)[3:], sorted(moving)[4:], strict=False)]
+    assert set(gaps) <= {3, 4, 5}
+    span_ms = boundaries[-1] - boundaries[0]
+    assert waited_ms(visits, moving, 32.0) <= MOST_WAITED * span_ms
+    assert waited_ms(visits, set(range(9)), 32.0) > 0.2 * span_ms
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_a_forward_in_which_the_device_waited_for_the_host_decides_nothing(late: int) -> None:
+    """One of three takes three times as long, as the first of a step does: by its times alone, more would move."""
+    steady, _ = layers(28, 4.0, 16.0)
+    slow, _ = layers(28, 12.0, 16.0)
+    visits, boundaries, start = [], [], 0.0
+    for forward in range(3):
+        own = [
+            visit._replace(
+                committed_ms=start + visit.committed_ms, reached_ms=start + visit.reached_ms, forward=forward
+            )
+            for visit in (slow if forward == late else steady)
+        ]
+        visits += own
+        boundaries += [ms for visit in own for ms in (visit.committed_ms, visit.reached_ms)]
+        start = max(boundaries)
+    boundaries.sort()
+    moving = fit_overlap(visits, boundaries, 32.0)
+    assert len(fit_overlap([visit for visit in visits if visit.forward == late], boundaries, 32.0)) > 2 * len(moving)
+    assert waited_ms([visit for visit in visits if visit.forward == late], moving, 32.0) == 0
+    assert waited_ms(visits, moving, 32.0) <= MOST_WAITED * (boundaries[-1] - boundaries[0])
+
+
+def test_a_bound_above_what_is_ever_under_way_changes_nothing() -> None:
+    visits, boundaries = layers(28, 4.0, 16.0)
+    assert fit_overlap(visits, boundaries, 28 * 16.0) == fit_overlap(visits, boundaries)
+
+
+@given(
+    forwards_ms=st.lists(st.floats(0.5, 20.0), min_size=2, max_size=20),
+    outs_ms=st.lists(st.floats(0.1, 60.0), min_size=20, max_size=20),
+    factor=st.floats(1.0, 4.0),
+    num_forwards=st.integers(1, 3),
+)
+@settings(max_examples=80, deadline=None)
+def test_compute_waits_no_longer_than_it_may(
+    forwards_ms: list[float], outs_ms: list[float], factor: float, num_forwards: int
+) -> None:
+    """For a bound that holds two of the largest, as the engine's does, or more."""
+    ends = list(accumulate(forwards_ms))
+    visits, boundaries = [], []
+    for forward in range(num_forwards):
+        start = 3 * ends[-1] * forward
+        for layer, (end, out) in enumerate(zip(ends, outs_ms, strict=False)):
+            reached = start + ends[-1] + 2 * (ends[-1] - end)
+            visits.append(Visit(start + end, reached, out, out, forward, layer))
+            boundaries += [start + end, reached]
+    boundaries.sort()
+    bound_ms = 2 * factor * max(outs_ms[: len(ends)])
+    moving = fit_overlap(visits, boundaries, bound_ms)
+    assert moving <= set(range(len(ends)))
+    assert waited_ms(visits, moving, bound_ms) <= MOST_WAITED * (boundaries[-1] - boundaries[0]) + 1e-6

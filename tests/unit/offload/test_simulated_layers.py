@@ -38,6 +38,13 @@ LONG = {  # a layer of Qwen2.5-7B at 65,536 tokens, whose MLP is recomputed
     "attn_proj": GroupShape(47_000, 5, 10),
     "mlp_fc1": GroupShape(47_000, 45, 135),
 }
+PACK = {  # a layer of Qwen2.5-1.5B at 16,384 tokens: what it saves takes the link longer than its forward takes
+    "qkv_linear": GroupShape(5_000, 0.3, 0.6),
+    "core_attn": GroupShape(11_700, 0.4, 0.8),
+    "attn_proj": GroupShape(5_000, 0.1, 0.2),
+    "mlp_fc1": GroupShape(5_000, 0.8, 1.6),
+    "mlp_act": GroupShape(88_000, 0.1, 0.2),
+}
 TAIL_MS = 2.0
 
 
@@ -257,6 +264,28 @@ def test_groups_of_a_gibibyte_move_beside_each_other(monkeypatch: pytest.MonkeyP
     *_, (fixed_ms, fixed_peak_bytes) = [fixed.step() for _ in range(5)]
     assert fixed_ms > 1.05 * layers.compute_ms
     assert peak_bytes <= fixed_peak_bytes < 0.1 * layers.saved_bytes
+
+
+class Full(SimulatedBackend):
+    """Nothing is unused."""
+
+    def unused_bytes(self) -> int | None:
+        return 0
+
+
+def test_compute_hardly_waits_for_a_link_that_is_slower_than_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What moves is spread over the layers. Where the device has no room, or a bound is given, compute waits."""
+    monkeypatch.setattr(worth, "MIN_BOUND_BYTES", GB)
+    lost, peaks = [], []
+    bound = 2 * PACK["mlp_act"].num_bytes
+    for bounds, kind in ((None, SimulatedBackend), (None, Full), (bound, SimulatedBackend)):
+        layers = Layers(PACK, 28, 1, 1, bounds=(bounds, bounds), backend_type=kind)
+        *_, (step_ms, peak_bytes) = [layers.step() for _ in range(4)]
+        lost.append(step_ms / layers.compute_ms - 1)
+        peaks.append(peak_bytes / layers.saved_bytes)
+    assert lost[0] <= worth.MOST_WAITED + 0.001
+    assert lost[1] == lost[2] > 0.4
+    assert 0.7 < peaks[1] == peaks[2] < peaks[0] < 0.85
 
 
 def test_a_budget_that_cannot_be_met_does_not_make_every_copy_wait() -> None:

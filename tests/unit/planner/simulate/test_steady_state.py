@@ -35,11 +35,13 @@ def test_groups_stay_that_cannot_be_let_go_at_one_boundary_and_fetched_at_a_late
     let go then, and starts back at 60; layer 2's is out at 55 and would have to start back at 45.
     """
     passes = job_schedule(job(1.0), 1)
-    link = Link(100 / 15, 100 / 15)
     keep, offload = Action.KEEP, Action.OFFLOAD
-    assert steady_state_actions([stage(4)], passes, link) == [[offload, offload, keep, keep]]
-    assert steady_state_actions([stage(4)], passes, Link(100 / 45, 100 / 45)) == [[keep] * 4]
-    assert steady_state_actions([stage(4)], passes, Link(1e9, 1e9)) == [[offload, offload, offload, keep]]
+    for link, found in (
+        (Link(100 / 15, 100 / 15), [offload, offload, keep, keep]),
+        (Link(100 / 45, 100 / 45), [keep] * 4),
+        (Link(1e9, 1e9), [offload, offload, offload, keep]),
+    ):
+        assert steady_state_actions([stage(4)], passes, link, lets_wait=False) == [found]
 
 
 def test_over_a_fast_link_only_the_end_of_a_forward_stays_and_over_a_slow_one_all() -> None:
@@ -62,6 +64,17 @@ def test_what_stays_saves_time_and_costs_memory() -> None:
     assert listed.peak_bytes(0) > whole.peak_bytes(0)
 
 
+def test_what_compute_would_wait_for_stays_while_the_device_has_room() -> None:
+    modules = ("qkv_linear", "core_attn", "attn_proj", *MODULES)
+    packs = make_job("Qwen/Qwen2.5-1.5B", "h200", layout=ParallelLayout(1), num_microbatches=4, sequence=16_384)
+    nothing, listed = run_steady_state(packs, ()), run_steady_state(packs, modules)
+    assert listed.step_ms <= 1.021 * nothing.step_ms
+    assert listed.peak_bytes(0) < 0.92 * nothing.peak_bytes(0)
+    full = run_steady_state(replace(packs, device=replace(packs.device, memory_gib=40.0)), modules)
+    assert full.peak_bytes(0) < listed.peak_bytes(0)
+    assert full.step_ms > 1.1 * nothing.step_ms
+
+
 def test_megatrons_engine_moves_all() -> None:
     theirs = job(20.0, native_engine=False)
     assert run_steady_state(theirs, MODULES).actions == run_whole_modules(theirs, MODULES).actions
@@ -71,7 +84,7 @@ def test_megatrons_engine_moves_all() -> None:
 def test_in_a_pipeline_only_the_last_stage_has_no_time_for_its_end(layout: ParallelLayout) -> None:
     one = replace(job(1e6), layout=layout, num_microbatches=8)
     stages = build_stages(one, MODULES)
-    *others, last = steady_state_actions(stages, job_schedule(one, 8), Link(1e12, 1e12))
+    *others, last = steady_state_actions(stages, job_schedule(one, 8), Link(1e12, 1e12), lets_wait=False)
     can = [[record.can_offload for record in stage.records()] for stage in stages]
     for row, own in zip(others, can[:-1], strict=True):
         assert row.count(Action.OFFLOAD) == sum(own) > 0
