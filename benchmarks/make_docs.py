@@ -267,7 +267,8 @@ def whole_model(name: str, result: Result, folder: str) -> Iterator[str]:
     host, vocabulary = gib(result["host"]["memory_bytes"]), result["model"]["vocab_size"]
     model = result.get("of_model", MODEL).partition("/")[2]
     yield f"### {model}: {result['num_layers']} layers, vocabulary of {vocabulary:,}, host of {host} (`{name}.json`)\n"
-    yield f"Main weights and Adam's state: {where}. One sequence a step, after a short one.\n"
+    settings = "".join(f", `{each}`" for each in result.get("overrides", ()))
+    yield f"Main weights and Adam's state: {where}{settings}. One sequence a step, after a short one.\n"
     yield "| variant | sequence | peak | step | of it the optimizer | tokens/s |"
     yield "|---|---|---|---|---|---|"
     for variant, entry in result["sequence"].items():

@@ -179,8 +179,10 @@ def draw_lengths(path: Path, result: Any) -> None:
     """Reserved memory of a whole model's steps by length; a cross on the card's limit where one did not fit."""
     figure, axes = pyplot.subplots(figsize=(8, 3.6), layout="constrained")
     limit_gib = result["device_memory_bytes"] / GIB
-    labels = {"recompute: full": "layers recomputed", "ours: full recompute": "and their inputs offloaded"}
-    for (variant, entry), color, above in zip(result["sequence"].items(), ("black", "tab:blue"), (7, -16), strict=True):
+    labels = {"recompute: full": "layers recomputed", "ours: full recompute": "recomputed, their inputs offloaded"}
+    styles = {"recompute: full": ("black", 7), "ours: full recompute": ("tab:blue", -16)}
+    for variant, entry in result["sequence"].items():
+        color, above = styles[variant]
         fits = {int(size): each for size, each in entry["tried"].items() if "out_of_memory" not in each}
         peaks_gib = [each["peak_reserved_bytes"] / GIB for each in fits.values()]
         axes.plot([*fits], peaks_gib, "o-", color=color, label=labels[variant])
