@@ -146,8 +146,9 @@ class Copies:
 
     @property
     def own_bound_bytes(self) -> int | None:
-        """The bound on copies out where none is given."""
-        return self.bound_bytes(None) if self._max_inflight_bytes is None else None
+        """The bound on copies out where none is given, neither of bytes nor of groups."""
+        is_given = self._max_inflight_bytes is not None or self._max_inflight_groups is not None
+        return None if is_given else self.bound_bytes(None)
 
     def room_for_reloads(self, given: int | None) -> int:
         """How many bytes may be brought back ahead of backward now; `given` as above."""

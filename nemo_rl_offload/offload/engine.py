@@ -411,9 +411,9 @@ class OffloadEngine:
             return slot.forward == forward
         return self._order.goes_on(slot.pass_, (region.module, region.layer))
 
-    def _learn(self, groups: list[GroupTimes], boundaries_ms: list[float]) -> None:
+    def _learn(self, groups: list[GroupTimes], boundaries_ms: list[float], unused_bytes: int | None) -> None:
         bound_bytes = self._copies.own_bound_bytes if self._auto is None else None
-        self._selection.learn(groups, boundaries_ms, self._timing, bound_bytes, self._backend.unused_bytes)
+        self._selection.learn(groups, boundaries_ms, self._timing, bound_bytes, unused_bytes)
 
     def _collect(self) -> None:
         """Clean up after slots that died since the last call. When none is left, a step may have ended."""

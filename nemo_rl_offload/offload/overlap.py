@@ -5,11 +5,13 @@ Pure arithmetic, of what the engine measured or the planner simulated.
 
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from math import inf
 from typing import NamedTuple
 
 MIN_BOUND_BYTES = 1 << 30
+FRAGMENTATION = 0.03
+"""Share of the device that the caching allocator cannot use."""
 MOST_WAITED = 0.005
 """Of a step's compute, that it may wait for copies out."""
 
@@ -36,7 +38,8 @@ class Visit(NamedTuple):
 
 
 def fit_overlap(visits: Sequence[Visit], boundaries_ms: Sequence[float], bound_ms: float = inf) -> set[Hashable]:
-    """The keys that move: each has a visit, in order of commit, that can leave the device and be back in time.
+    """The keys that move: each has a visit, in order of commit, that can leave the device and be back in time, and for
+    none does compute wait too long.
 
     Its copy out starts when those before it are out. Its copy back must end before backward comes, and before the link
     has to turn to the groups that its own forward committed earlier, which are wanted later. Between the end of the
@@ -46,58 +49,56 @@ def fit_overlap(visits: Sequence[Visit], boundaries_ms: Sequence[float], bound_m
 
     Copies out for more than `bound_ms` of the link are never under way: compute waits for the oldest. Where a forward
     makes bytes faster than the link takes them, its first groups alone would fill the link for all of it, with compute
-    waiting behind each. With a bound, a key at which compute would wait stays, once the forward's share of
-    `MOST_WAITED` is spent: what moves is then spread over the layers. A key is decided by the forward, of those with
-    it, that gives the link the least time. In others the device often waits for the host, as in the first of a step:
-    by these, more would move, and the next forward would wait for it.
+    waiting behind each. So a key stays, if compute would wait for one of its visits when that forward's share of
+    `MOST_WAITED` is spent: what moves is then spread over the layers. All forwards have a say. In some the device
+    waits for the host, as in the first of a step: by that one's times alone, more would move, and the next one would
+    wait for it.
     """
-    if bound_ms == inf:
-        return _moving(visits, boundaries_ms, inf, 0.0)
-    forwards: dict[Hashable, list[Visit]] = {}
-    for visit in visits:
-        forwards.setdefault(visit.forward, []).append(visit)
     span_ms = boundaries_ms[-1] - boundaries_ms[0] if boundaries_ms else 0.0
-    most_waited_ms = MOST_WAITED * span_ms / max(1, len(forwards))
-    moving: set[Hashable] = set()
-    decided: set[Hashable] = set()
-    for own in sorted(forwards.values(), key=_time_for_the_link):
-        undecided = [visit for visit in own if visit.key not in decided]
-        moving |= _moving(undecided, boundaries_ms, bound_ms, most_waited_ms)
-        decided |= {visit.key for visit in own}
-    return moving
-
-
-def _time_for_the_link(forward: Sequence[Visit]) -> float:
-    """How long a forward is, for each ms of its copies."""
-    copied_ms = sum(visit.out_ms for visit in forward)
-    return (forward[-1].committed_ms - forward[0].committed_ms) / copied_ms if copied_ms else inf
+    most_waited_ms = MOST_WAITED * span_ms / max(1, len({visit.forward for visit in visits}))
+    moving, staying = _moving(visits, boundaries_ms, bound_ms, most_waited_ms, (), ())
+    if bound_ms == inf:
+        return moving
+    checked, _ = _moving(visits, boundaries_ms, bound_ms, most_waited_ms, moving, staying)
+    return moving & checked
 
 
 def _moving(
-    visits: Sequence[Visit], boundaries_ms: Sequence[float], bound_ms: float, most_waited_ms: float
-) -> set[Hashable]:
-    """The same, where compute may wait for `most_waited_ms` in all."""
+    visits: Sequence[Visit],
+    boundaries_ms: Sequence[float],
+    bound_ms: float,
+    most_waited_ms: float,
+    expected: Collection[Hashable],
+    staying: Collection[Hashable],
+) -> tuple[set[Hashable], set[Hashable]]:
+    """Of the keys that are not `staying` those that have the time to move, and those for which a forward would wait for
+    longer than `most_waited_ms` in all. What is `expected` to move is copied out in forwards without that time, too."""
     moving: set[Hashable] = set()
-    staying: set[Hashable] = set()
-    under_way: deque[tuple[float, float]] = deque()  # ends, by a clock that waits too, and durations
-    copied_ms = waited_ms = 0.0
+    more: set[Hashable] = set()
+    under_way: deque[tuple[float, float]] = deque()  # ends and durations
+    copied_ms = 0.0
     latest_ms: dict[Hashable, float] = {}  # by forward: when the link must turn to what it brought back so far
+    left_ms: dict[Hashable, float] = {}  # by forward: for how long it may still wait
     for committed, reached, out, back, forward, key in visits:
-        now = committed + waited_ms
-        done = max(copied_ms, now) + out
+        if key in staying or key in more:
+            continue
+        done = max(copied_ms, committed) + out
         start = min(reached, latest_ms.get(forward, reached)) - back
-        num_inside = bisect_right(boundaries_ms, start) - bisect_left(boundaries_ms, done - waited_ms)
-        if num_inside < 2 or key in staying:
+        num_inside = bisect_right(boundaries_ms, start) - bisect_left(boundaries_ms, done)
+        has_time = num_inside >= 2
+        if not has_time and key not in expected:
             continue
-        wait = _wait_ms(under_way, now, out, bound_ms)
-        if wait > 0 and waited_ms + wait > most_waited_ms and key not in moving:
-            staying.add(key)
+        wait = _wait_ms(under_way, committed, out, bound_ms)
+        left = left_ms.get(forward, most_waited_ms) - wait
+        if wait > 0 > left:
+            more.add(key)
             continue
-        moving.add(key)
+        if has_time:
+            moving.add(key)
+            latest_ms[forward] = start
         under_way.append((done, out))
-        copied_ms, latest_ms[forward] = done, start
-        waited_ms += wait
-    return moving
+        copied_ms, left_ms[forward] = done, left
+    return moving - more, more
 
 
 def _wait_ms(under_way: deque[tuple[float, float]], now: float, out: float, bound_ms: float) -> float:

@@ -3,7 +3,7 @@
 What `auto` chooses for a budget comes from `memory_budget`, which asks `solver`.
 """
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf, isnan
@@ -24,8 +24,9 @@ class Selection:
       earliest, once the pass's usual length is known.
     - `kept_bytes_per_step` (`delta_offload_bytes_across_pp_ranks` times the pipeline rank): so many bytes stay, of the
       first groups of a step.
-    - What had no time to leave and come back in the last step, or would have let compute wait though the device had
-      room, and what was copied though something else held it.
+    - What had no time to leave and come back in the last step, and what was copied though something else held it.
+    - What had the time, but would have let compute wait, while the device has room for it. The room is that of the
+      fullest step so far, and for each key's largest group so far. A larger one moves, for nobody knows what else grew.
     """
 
     fraction: float = 1.0
@@ -33,6 +34,9 @@ class Selection:
     kept: Collection[Key] = frozenset()
     _kept_bytes_left: int = 0
     _too_short: frozenset[Key] = frozenset()
+    _waiting: frozenset[Key] = frozenset()  # of these, what would let compute wait
+    _most_bytes: dict[Key, int] = field(default_factory=dict)  # of a group
+    _room_bytes: float = inf  # the least so far, had nothing stayed
     _ineffective: dict[Place, int] = field(default_factory=dict)  # passes left until the next try
 
     def __post_init__(self) -> None:
@@ -50,7 +54,9 @@ class Selection:
         others are tried again. `usual_length` is that of the group's pass, in eligible groups. Without room, what has
         no time to leave moves all the same."""
         if not self.eligible(group.key) and (has_room or group.key in self.kept):
-            return []
+            group.stayed = group.key not in self._waiting or group.saved_bytes <= self._most_bytes[group.key]
+            if group.stayed:
+                return []
         pass_ = group.pass_
         pass_.num_eligible += 1
         if self._kept_bytes_left > 0:
@@ -80,7 +86,7 @@ class Selection:
     def keep(self, keys: Collection[Key]) -> None:
         """Follow a plan, which knows better than what an earlier one left no time for."""
         self.kept = frozenset(keys)
-        self._too_short = frozenset()
+        self._too_short = self._waiting = frozenset()
 
     def learn(
         self,
@@ -88,12 +94,12 @@ class Selection:
         boundaries_ms: Sequence[float],
         timing: Timing,
         bound_bytes: int | None = None,
-        unused_bytes: Callable[[], int | None] = lambda: None,
+        unused_bytes: int | None = None,
     ) -> None:
         """Find the keys none of whose groups had the time to leave and come back, beside those that a plan moves.
 
         With a bound on what is under way also those for which compute would wait too long, while the device has room
-        for them: `unused_bytes` is what nobody needed of it, None where that is not known.
+        for them: `unused_bytes` is what nobody needed of it in that step, None where that is not known.
         """
         visits = []
         groups = [times for times in groups if times.group.key not in self.kept]
@@ -106,17 +112,33 @@ class Selection:
             forward = id(times.group.pass_)
             visits.append(Visit(times.committed_ms, reached_ms, out_ms, in_ms, forward, times.group.key))
         moving = fit_overlap(visits, boundaries_ms)
+        waiting: set[Hashable] = set()
         if bound_bytes is not None and (bound_ms := timing.copy_ms(bound_bytes, out=True)) is not None:
             spread = fit_overlap(visits, boundaries_ms, bound_ms)
-            room_bytes = unused_bytes()
-            if room_bytes is None or _most_at_once(groups, moving - spread - self._too_short) <= room_bytes:
-                moving = spread
+            if self._has_room(groups, spread, unused_bytes):
+                moving, waiting = spread, moving - spread
         self._too_short = frozenset(times.group.key for times in groups) - moving
+        self._waiting = self._too_short & waiting
+
+    def _has_room(self, groups: Sequence[GroupTimes], moving: Collection[Hashable], unused_bytes: int | None) -> bool:
+        """Whether all but these keys can stay, as far as is known."""
+        for times in groups:
+            key = times.group.key
+            self._most_bytes[key] = max(self._most_bytes.get(key, 0), times.group.saved_bytes)
+        if unused_bytes is None:
+            return True
+        stayed = [times for times in groups if times.group.stayed]
+        self._room_bytes = min(self._room_bytes, unused_bytes + _most_at_once(stayed, {}))
+        staying = [times for times in groups if times.group.key not in moving]
+        return _most_at_once(staying, self._most_bytes) <= self._room_bytes
 
 
-def _most_at_once(groups: Sequence[GroupTimes], keys: Collection[Hashable]) -> int:
-    """How many bytes the groups of some keys save at a time, at most."""
-    own = [times for times in groups if times.group.key in keys]
-    changes = [(times.committed_ms, times.group.saved_bytes) for times in own]
-    changes += [(times.reached_ms, -times.group.saved_bytes) for times in own if not isnan(times.reached_ms)]
+def _most_at_once(groups: Sequence[GroupTimes], most_bytes: Mapping[Key, int]) -> int:
+    """How many bytes groups save at a time, at most, where each saves as many as its key saves at most."""
+    changes = []
+    for times in groups:
+        num_bytes = most_bytes.get(times.group.key, times.group.saved_bytes)
+        changes.append((times.committed_ms, num_bytes))
+        if not isnan(times.reached_ms):
+            changes.append((times.reached_ms, -num_bytes))
     return max(accumulate((change for _, change in sorted(changes)), initial=0))

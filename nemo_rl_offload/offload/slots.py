@@ -163,7 +163,7 @@ class Group:
     """The slots of one commit. `saved_bytes` counts those that are this group's to move: large enough, and committed by
     it first."""
 
-    __slots__ = ("__weakref__", "index", "key", "pass_", "pending_bytes", "reached", "saved_bytes", "slots")
+    __slots__ = ("__weakref__", "index", "key", "pass_", "pending_bytes", "reached", "saved_bytes", "slots", "stayed")
 
     pass_: "ForwardPass"
     index: int  # in its pass
@@ -174,6 +174,7 @@ class Group:
         self.saved_bytes = saved_bytes
         self.reached = False  # by backward
         self.pending_bytes = 0  # on the host
+        self.stayed = False  # by the engine's own choice
 
     def alive_slots(self) -> Iterator[Slot]:
         for ref in self.slots:

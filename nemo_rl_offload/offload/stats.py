@@ -38,7 +38,8 @@ class OffloadStats:
     denied_bytes: int = 0
     """Kept on the device because the host memory budget, or the system, had no room."""
     kept_bytes: int = 0
-    """Kept on the device by choice: backward follows too soon, or a fraction, a plan or an ineffective copy said so."""
+    """Kept on the device by choice: backward follows too soon, compute would wait for the copy and the device has room,
+    or a fraction, a plan or an ineffective copy said so."""
     ineffective_bytes: int = 0
     """Copied out, but something else still held their source when the reload began, so nothing was gained. The next
     passes leave such tensors where they are."""

@@ -63,6 +63,7 @@ class Step:
     waits: list[tuple[int, Wait]] = field(default_factory=list)  # with the number of boundaries before it
     copies: list[Copy] = field(default_factory=list)
     end: Event | None = None  # where the compute stream was when the step was over
+    unused_bytes: int | None = None  # see `Backend.unused_bytes`
 
 
 @dataclass(slots=True)
@@ -110,11 +111,15 @@ class Shortest[K](dict[K, float]):
 class Timing:
     """Records a step's events and learns from those that have passed.
 
-    `on_step` receives the groups of each step read, in the order of their commits, and all its boundaries in ms.
+    `on_step` receives the groups of each step read, in the order of their commits, all its boundaries in ms, and what
+    nobody had needed of the device's memory when it was over (see `Backend.unused_bytes`).
     """
 
     def __init__(
-        self, backend: Backend, stats: OffloadStats, on_step: Callable[[list[GroupTimes], list[float]], None]
+        self,
+        backend: Backend,
+        stats: OffloadStats,
+        on_step: Callable[[list[GroupTimes], list[float], int | None], None],
     ) -> None:
         self._backend = backend
         self._stats = stats
@@ -160,7 +165,7 @@ class Timing:
     def end_step(self) -> None:
         """No graph is alive, or the caller says so: what was recorded is one step."""
         if self._step.boundaries:
-            self._step.end = self._backend.mark()
+            self._step.end, self._step.unused_bytes = self._backend.mark(), self._backend.unused_bytes()
             self._pending.append(self._step)
             self._step = Step()
             if len(self._pending) > MAX_PENDING_STEPS:
@@ -255,7 +260,7 @@ class Timing:
                 groups[group].backward_ms = interval
         self._latest = step.boundaries[-1]
         self._latest_reached = None if last_reached is None else last_reached[0]
-        self._on_step(list(groups.values()), sorted(elapsed))
+        self._on_step(list(groups.values()), sorted(elapsed), step.unused_bytes)
 
     def _before(self, start: Event, boundary: Boundary | None) -> tuple[Boundary, float] | None:
         """A boundary of an earlier step, and its time as seen from this one's start."""

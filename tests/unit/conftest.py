@@ -11,6 +11,8 @@ from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.offload import CudaBackend, HostBackend, OffloadEngine
 from nemo_rl_offload.offload.backends.base import Backend, Block, Event
 
+torch.set_num_threads(1)  # the cores are shared by as many processes of tests, whose threads would wait for each other
+
 
 @pytest.fixture
 def never_waits() -> Iterator[None]:
@@ -44,14 +46,11 @@ def process_group(make_policy: Callable[..., Any]) -> Iterator[None]:
 
     from nemo_rl_offload.megatron.build.model import init_process_groups
 
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.environ, "RANK", "0")
         patch.setitem(os.environ, "WORLD_SIZE", "1")
         init_process_groups(make_policy(), seed=1)
     yield
-    torch.set_num_threads(num_threads)
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

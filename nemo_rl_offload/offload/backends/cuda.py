@@ -34,6 +34,7 @@ from torch import Tensor, UntypedStorage
 
 from nemo_rl_offload.offload.backends.base import Block, Event, HostSlab, allocate_pageable
 from nemo_rl_offload.offload.backends.cuda_driver import cuda_driver
+from nemo_rl_offload.offload.overlap import FRAGMENTATION
 
 MAX_PIECE_OUT_BYTES = 32 << 20
 MAX_PIECE_BYTES = 128 << 20  # layers hardly wait for small copies from the host
@@ -212,9 +213,12 @@ class CudaBackend:
         return torch.cuda.max_memory_allocated(self.device)
 
     def unused_bytes(self) -> int | None:
-        """What torch's allocator had kept at its peak counts as needed."""
-        free_bytes, _ = torch.cuda.mem_get_info(self.device)
-        return free_bytes + torch.cuda.memory_reserved(self.device) - torch.cuda.max_memory_reserved(self.device)
+        """What torch's allocator keeps beside tensors counts as unused, but for `FRAGMENTATION`. 0 where torch does
+        without an allocator, and counts nothing."""
+        free_bytes, device_bytes = torch.cuda.mem_get_info(self.device)
+        stats = torch.cuda.memory_stats(self.device)
+        kept_bytes, peak_bytes = int(stats["reserved_bytes.all.current"]), int(stats["allocated_bytes.all.peak"])
+        return free_bytes + kept_bytes - peak_bytes - int(device_bytes * FRAGMENTATION) if peak_bytes else 0
 
     def _announce(self, pinned: Tensor) -> None:
         """Tell torch's allocator which streams use this memory: it gives it to nobody else before they are done."""

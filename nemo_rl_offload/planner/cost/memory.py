@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nemo_rl_offload.offload.overlap import FRAGMENTATION
 from nemo_rl_offload.planner.cost.parameters import (
     ParameterCount,
     embedding_parameters,
@@ -17,8 +18,6 @@ from nemo_rl_offload.units import GIB
 
 RUNTIME_BYTES = int(1.5 * GIB)
 """CUDA context, communicators' buffers and libraries' workspaces of one rank."""
-FRAGMENTATION = 0.03
-"""Share of the device that the caching allocator cannot use."""
 
 
 @dataclass(frozen=True)

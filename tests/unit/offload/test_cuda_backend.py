@@ -59,6 +59,29 @@ def test_gradients_are_bit_identical_and_memory_comes_back(inflight_bytes: int, 
 @pytest.mark.skipif(
     os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") == "1", reason="nobody counts the peak without the allocator"
 )
+def test_what_a_step_needed_at_its_peak_is_not_unused_after_it() -> None:
+    backend = CudaBackend()
+    torch.cuda.empty_cache()
+    backend.reset_peak()
+    before = backend.unused_bytes()
+    needed = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    del needed
+    kept = backend.unused_bytes()
+    torch.cuda.empty_cache()
+    emptied = backend.unused_bytes()
+    backend.reset_peak()
+    again = backend.unused_bytes()
+    assert before is not None
+    assert kept is not None
+    assert emptied is not None
+    assert again is not None
+    for found, gone in ((kept, 1 << 30), (emptied, 1 << 30), (again, 0)):
+        assert abs(before - gone - found) < 64 << 20
+
+
+@pytest.mark.skipif(
+    os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") == "1", reason="nobody counts the peak without the allocator"
+)
 def test_offloading_lowers_the_peak() -> None:
     def peak_bytes(engine: OffloadEngine | None) -> int:
         torch.cuda.synchronize()

@@ -16,6 +16,7 @@ from nemo_rl_offload.offload import overlap as worth
 from nemo_rl_offload.offload.backends.base import Event, HostSlab
 from nemo_rl_offload.offload.engine import OffloadEngine
 from nemo_rl_offload.offload.memory_budget import MemoryBudgetController
+from nemo_rl_offload.offload.selection import Selection
 
 BYTES_PER_MS = 5500.0  # 55 GB/s, where a byte stands for 10 KB
 GB = 100_000
@@ -286,6 +287,107 @@ def test_compute_hardly_waits_for_a_link_that_is_slower_than_forward(monkeypatch
     assert lost[0] <= worth.MOST_WAITED + 0.001
     assert lost[1] == lost[2] > 0.4
     assert 0.7 < peaks[1] == peaks[2] < peaks[0] < 0.85
+
+
+@pytest.mark.parametrize("given", ["bytes", "groups", "budget"])
+def test_a_bound_of_the_users_own_and_a_budget_keep_nothing_lest_compute_waits(
+    monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    monkeypatch.setattr(worth, "MIN_BOUND_BYTES", GB)
+    layers = Layers(PACK, 8, 1, 1, bounds=(None, None))
+    auto = MemoryBudgetController(layers.saved_bytes, 1 << 26) if given == "budget" else None
+    bounds = {"bytes": {"max_inflight_bytes": 2 * GB}, "groups": {"max_inflight_groups": 1}}.get(given, {})
+    layers.engine = OffloadEngine(
+        layers.backend, host_memory_budget_bytes=1 << 26, min_tensor_bytes=0, auto=auto, steps_are_told=True, **bounds
+    )
+    told = []
+    learn = Selection.learn
+
+    def learn_and_tell(*args: Any) -> None:
+        told.append(args[4])
+        learn(*args)
+
+    monkeypatch.setattr(Selection, "learn", learn_and_tell)
+    for _ in range(4):
+        layers.step()
+    assert told == [None] * 4
+    free = Layers(PACK, 8, 1, 1, bounds=(None, None))
+    for _ in range(4):
+        free.step()
+    assert free.engine._selection._waiting
+
+
+class Card(SimulatedBackend):
+    """Has room for `capacity_bytes` of what layers save."""
+
+    layers: Layers
+    capacity_bytes: int
+
+    def unused_bytes(self) -> int | None:
+        return self.capacity_bytes - self.layers.engine._copies._peak_resident_bytes
+
+
+def on_card(capacity: float, num_microbatches: int = 1) -> Layers:
+    """Packs on a card of so many times what one of them saves."""
+    layers = Layers(PACK, 28, num_microbatches, 1, bounds=(None, None), backend_type=Card)
+    assert isinstance(layers.backend, Card)
+    layers.backend.layers, layers.backend.capacity_bytes = layers, int(capacity * layers.saved_bytes)
+    return layers
+
+
+def step_of(layers: Layers, length: float) -> tuple[float, float]:
+    """With sequences of so many times the length, the time in that of compute, and the peak in those of the card."""
+    layers.modules = {
+        name: GroupShape(int(length * each.num_bytes), length * each.forward_ms, length * each.backward_ms)
+        for name, each in PACK.items()
+    }
+    step_ms, peak_bytes = layers.step()
+    assert isinstance(layers.backend, Card)
+    return step_ms / layers.compute_ms, peak_bytes / layers.backend.capacity_bytes
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize(("capacity", "spread"), [(0.78, False), (0.9, True)])
+def test_what_stays_lest_compute_waits_does_not_change_from_step_to_step(
+    monkeypatch: pytest.MonkeyPatch, capacity: float, spread: bool, num_microbatches: int
+) -> None:
+    """Moved as far as there is time, the layers hold 0.74 of what they save at once, and spread 0.84."""
+    monkeypatch.setattr(worth, "MIN_BOUND_BYTES", GB)
+    layers = on_card(capacity, num_microbatches)
+    times, peaks = zip(*[step_of(layers, 1) for _ in range(9)][3:], strict=True)
+    assert max(peaks) <= 1
+    assert max(peaks) - min(peaks) < 0.001
+    assert max(times) < 1.01 if spread else min(times) > 1.5
+
+
+@pytest.mark.parametrize(
+    ("capacity", "lengths"),
+    [
+        (1.68, (1, 1, 1, 1, 2, 1, 1, 2, 2)),
+        (1.68, (2, 1, 1, 1, 1, 2, 1, 2)),
+        (1.68, (1, 1, 1, 1.5, 1, 1, 2, 1, 2)),
+        (1.63, (2, 1, 1, 1, 1, 2, 1, 2)),
+    ],
+)
+def test_longer_sequences_than_before_move_as_if_there_were_no_room(
+    monkeypatch: pytest.MonkeyPatch, capacity: float, lengths: tuple[float, ...]
+) -> None:
+    """Short ones leave room for what would stay. Long ones, of twice the length, fit only where that moves: they hold
+    1.62 of what short ones save then, and 1.77 where they are spread."""
+    monkeypatch.setattr(worth, "MIN_BOUND_BYTES", GB)
+    layers = on_card(capacity)
+    for _ in range(2):
+        step_of(layers, lengths[0])  # rates are not known yet
+    figures = [step_of(layers, length) for length in lengths]
+    assert max(peak for _, peak in figures) <= 1
+    assert all(time > 1.3 for (time, _), length in zip(figures, lengths, strict=True) if length == 2)
+
+
+def test_longer_sequences_are_spread_too_once_their_room_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worth, "MIN_BOUND_BYTES", GB)
+    layers = on_card(4)
+    figures = [step_of(layers, length) for length in (1, 1, 1, 1, 2, 2, 2)]
+    assert [time < 1.02 for time, _ in figures[2:]] == [True, True, False, True, True]
 
 
 def test_a_budget_that_cannot_be_met_does_not_make_every_copy_wait() -> None:

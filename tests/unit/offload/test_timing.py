@@ -30,7 +30,7 @@ class Clock(HostBackend):
 
 def test_a_step_is_read_when_the_device_has_passed_its_end_and_all_copies() -> None:
     clock, stats, read = Clock(), OffloadStats(), []
-    timing = Timing(clock, stats, lambda groups, _: read.append(groups))
+    timing = Timing(clock, stats, lambda groups, *_: read.append(groups))
     group = Group(("mlp", 0), [], 100)
     group.pass_, group.index = ForwardPass(group.key), 0
     timing.boundary(group, forward=True, phase=(1, 0))  # mark 1

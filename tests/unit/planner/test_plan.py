@@ -229,7 +229,8 @@ def test_configured_modules_are_predicted_as_they_are() -> None:
 def test_what_is_written_is_predicted_as_the_engine_does_it() -> None:
     """It keeps what has no time to leave and come back: less time, and more memory, than if all moved."""
     layout = ParallelLayout(8, tensor=4, sequence_parallel=True)
-    job = make_job("Qwen/Qwen2.5-7B", layout=layout, sequence=16384, num_microbatches=4, memory_bytes=38 * GIB)
+    job = make_job("Qwen/Qwen2.5-7B", layout=layout, sequence=16384, num_microbatches=4)
+    job = replace(job, device=replace(job.device, memory_gib=38.0))
     plan = make_plan(job)
     written = replace(job, recompute=plan.written.recompute)
     whole = run_whole_modules(written, plan.written.offload_modules)

@@ -8,10 +8,16 @@ from jobs import make_job
 from nemo_rl_offload.offload.solver import Action, Link
 from nemo_rl_offload.planner.job import Job
 from nemo_rl_offload.planner.plan import make_plan
-from nemo_rl_offload.planner.simulate.simulated_step import highest_peak, run_steady_state, run_whole_modules
-from nemo_rl_offload.planner.simulate.stages import Part, Stage, StorageGroup, build_stages, job_schedule
+from nemo_rl_offload.planner.simulate.simulated_step import (
+    highest_peak,
+    run_stages,
+    run_steady_state,
+    run_whole_modules,
+)
+from nemo_rl_offload.planner.simulate.stages import Part, Stage, StorageGroup, build_stages, job_link, job_schedule
 from nemo_rl_offload.planner.simulate.steady_state import steady_state_actions
 from nemo_rl_offload.specs.parallel_layout import ParallelLayout
+from nemo_rl_offload.units import GIB
 
 MODULES = ("mlp_fc1", "mlp_act")
 
@@ -73,6 +79,21 @@ def test_what_compute_would_wait_for_stays_while_the_device_has_room() -> None:
     full = run_steady_state(replace(packs, device=replace(packs.device, memory_gib=40.0)), modules)
     assert full.peak_bytes(0) < listed.peak_bytes(0)
     assert full.step_ms > 1.1 * nothing.step_ms
+
+
+def test_a_stage_lets_compute_wait_where_it_has_no_room_and_others_do_not() -> None:
+    """As engines decide, each for its own device. The last stage has the head."""
+    modules = ("qkv_linear", "core_attn", "attn_proj", *MODULES)
+    four = make_job("Qwen/Qwen2.5-1.5B", layout=ParallelLayout(4, pipeline=4), num_microbatches=16, sequence=16_384)
+    four = replace(four, device=replace(four.device, memory_gib=45.0))
+    stages, schedule, link = build_stages(four, modules), job_schedule(four, 16), job_link(four)
+    spread, waiting = (steady_state_actions(stages, schedule, link, lets_wait=lets_wait) for lets_wait in (False, True))
+    all_spread = run_stages(four, stages, spread)
+    assert [all_spread.peak_bytes(rank) <= 45 * GIB for rank in range(4)] == [True, True, True, False]
+    assert spread[0] != waiting[0]
+    assert spread[3] != waiting[3]
+    found = run_steady_state(four, modules)
+    assert [list(actions) for actions in found.actions] == [*spread[:3], waiting[3]]
 
 
 def test_megatrons_engine_moves_all() -> None:
