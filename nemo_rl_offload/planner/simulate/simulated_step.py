@@ -87,11 +87,12 @@ def run_steady_state(job: Job, modules: Collection[str], fraction: float = 1.0) 
     if not job.native_engine:
         return run(all_actions(stages))
     schedule, link = job_schedule(job, _num_simulated(job)), job_link(job)
-    spread, waiting = (steady_state_actions(stages, schedule, link, lets_wait=lets_wait) for lets_wait in (False, True))
+    spread = steady_state_actions(stages, schedule, link, lets_wait=False)
     step = run(spread)
     has_room = [step.peak_bytes(rank) <= job.device.memory_bytes for rank in range(len(stages))]
     if all(has_room):
         return step
+    waiting = steady_state_actions(stages, schedule, link, lets_wait=True)
     return run([each if fits else other for each, other, fits in zip(spread, waiting, has_room, strict=True)])
 
 
