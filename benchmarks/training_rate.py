@@ -23,7 +23,6 @@ import torch
 from common import HAS_GPU, environment, give_back_memory, in_turn, medians, prepare_process, profiled, say, timed
 from constants import OPTIMIZERS
 
-ROUNDS = 3
 STEPS = 3
 """Timed in a row, in each round."""
 COUNTED = ("bytes_out", "bytes_in", "copy_ms", "stall_in_ms", "stall_out_ms")
@@ -78,7 +77,7 @@ def measure(options: argparse.Namespace, workload: Any, made: list[Any], result:
     result["optimizer_ms"] = workload.optimizer_ms()
     variants = {variant.name: variant for variant in made}
     entries = result["rates"]
-    for number, name in in_turn(list(variants), ROUNDS, 1):
+    for number, name in in_turn(list(variants), options.rounds, 1):
         entry = entries.setdefault(name, {"samples": []})
         if "out_of_memory" in entry:
             continue
@@ -95,7 +94,7 @@ def measure(options: argparse.Namespace, workload: Any, made: list[Any], result:
                     entry["per_step"] = {key: value / STEPS for key, value in moved.items()}
                     sum_up(result, options.variant[0])
                     write()
-                if number == ROUNDS - 1 and options.profile:
+                if number == options.rounds - 1 and options.profile:
                     entry["profile"] = profile_of(lambda: workload.step(batch, how), name)
                     write()
         except torch.OutOfMemoryError:
@@ -136,6 +135,7 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=4096, metavar="TOKENS")
     parser.add_argument("--microbatches", type=int, default=4, metavar="N")
     parser.add_argument("--variant", nargs="+", default=["nothing", "ours: attention", "ours: all"], metavar="NAME")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help=f"of {STEPS} steps each, by turns")
     parser.add_argument("--profile", action="store_true", help="when lanes were busy in one step of each")
     options = parser.parse_args()
     prepare_process()
