@@ -25,7 +25,7 @@ from constants import OPTIMIZERS
 
 STEPS = 3
 """Timed in a row, in each round."""
-COUNTED = ("bytes_out", "bytes_in", "copy_ms", "stall_in_ms", "stall_out_ms")
+COUNTED = ("bytes_out", "bytes_in", "kept", "denied", "copy_ms", "stall_in_ms", "stall_out_ms")
 """Of the engine's totals."""
 
 

@@ -126,6 +126,7 @@ def _ours(
                 "bytes_out": stats.bytes_out,
                 "bytes_in": stats.bytes_in,
                 "kept": stats.kept_bytes,
+                "denied": stats.denied_bytes,
                 "ineffective": stats.ineffective_bytes,
                 "copy_ms": stats.copy_ms,
                 "stall_in_ms": stats.stall_in_ms,
